@@ -172,12 +172,23 @@ def focal_weight(success_rate: Tensor | Sequence[float] | float, gamma: float) -
     rate = torch.as_tensor(success_rate).detach()
     if rate.dtype != torch.float64:
         rate = rate.float()
-    outside = ~((rate >= -SUCCESS_RATE_SLACK) & (rate <= 1 + SUCCESS_RATE_SLACK))
+    outside = outside_unit_interval(rate)
     if outside.any():
         raise ValueError(
             f"success_rate: expected values in [0, 1], received {rate[outside].flatten()[0].item()}"
         )
-    return (1 - rate).clamp(0, 1) ** gamma
+    return focal_power(rate, gamma)
+
+
+def focal_power(success_rate: Tensor, gamma: float) -> Tensor:
+    """(1 - success_rate).clamp(0, 1) ** gamma of rates that were checked, or will be."""
+    return (1 - success_rate).clamp(0, 1) ** gamma
+
+
+def outside_unit_interval(success_rate: Tensor) -> Tensor:
+    """Where a success rate is outside [0, 1] by more than rounding, or NaN."""
+    inside = (success_rate >= -SUCCESS_RATE_SLACK) & (success_rate <= 1 + SUCCESS_RATE_SLACK)
+    return ~inside
 
 
 def _to_float64(name: str, values: Floats) -> tuple[Tensor, torch.dtype]:

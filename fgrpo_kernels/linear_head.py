@@ -1,0 +1,225 @@
+"""The row-chunked driver: hidden states, head and ids -> log-probs, entropies and gradients.
+
+One loop (`head_pass`) serves every plan; the full (N, V) logits never exist. Cost in units of N V D
+multiply-adds x 2, for N rows, all of them active:
+
+    statistics only                                    2
+    row-local loss, head trained / frozen              6 / 4    gradient finished in the forward
+    any other use, head frozen (with entropy)          4 (6)    unit gradients kept, scaled later
+    any other use, head trained                        8        statistics, recomputed in backward
+    ... of a loss whose rows fit one chunk             6        the chunk is kept for the backward
+
+The last three are in `token_logps.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fgrpo_kernels import torch_rows
+from fgrpo_kernels.head import HeadProducts, LinearHead
+
+CPU_CHUNK_BYTES = 256 * 2**20
+DEVICE_CHUNK_BYTES = 2 * 2**30
+"""Below about 2048 rows the fp32 weight gradient's traffic shows on a GPU."""
+
+Coefficients = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(rows, logps, entropy) -> (dL/dlogp, dL/dentropy or None) of these rows."""
+
+RowPass = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""(logits of these rows, rows) -> (logps, entropy, E, g) with dL/dlogits = diag(g) E; the logits'
+buffer may be overwritten and returned as E."""
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows to score: which of hidden's rows, in which order, and how many need a gradient.
+
+    index: (n,) int64 into hidden, or None when it is 0 ... n-1 of all rows. ids: (n,).
+    num_active: the first num_active rows may have a non-zero coefficient.
+    row_ops: `torch_rows` or `triton_rows`.
+    """
+
+    index: Tensor | None
+    ids: Tensor
+    num_active: int
+    max_chunk_bytes: int | None
+    row_ops: ModuleType = torch_rows
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass
+class HeadGradients:
+    """In the accumulator's dtype; None where not wanted. hidden: all of hidden's rows (N, D)."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def chunk_rows(head: LinearHead, max_chunk_bytes: int | None) -> int:
+    """Rows of a chunk whose logits fit the budget, at least one."""
+    on_cpu = head.weight.device.type == "cpu"
+    budget = max_chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else DEVICE_CHUNK_BYTES)
+    count = max(1, budget // (head.vocab_size * head.dtype.itemsize))
+    return count if count < 128 else count // 128 * 128
+
+
+def chunks(count: int, size: int, offset: int = 0) -> Iterator[slice]:
+    """Slices of at most `size` rows, of nearly equal length."""
+    pieces = -(-count // size)
+    for piece in range(pieces):
+        start, stop = piece * count // pieces, (piece + 1) * count // pieces
+        yield slice(offset + start, offset + stop)
+
+
+class ChunkPass:
+    """The buffers of one pass and what is done to a chunk of rows."""
+
+    def __init__(self, head: LinearHead, hidden: Tensor, rows: HeadRows) -> None:
+        self.size = min(max(1, len(rows)), chunk_rows(head, rows.max_chunk_bytes))
+        self.device = hidden.device
+        self._hidden, self._index = hidden.detach(), rows.index
+        self._products = HeadProducts(head)
+        self._first = True
+        like: dict[str, Any] = {"dtype": head.dtype, "device": hidden.device}
+        self._logits = torch.empty(self.size, head.vocab_size, **like)
+        self._dhidden = torch.empty(self.size, hidden.shape[1], **like)
+
+    def x(self, part: slice) -> Tensor:
+        """The rows' hidden states as operands."""
+        hidden = self._hidden[part] if self._index is None else self._hidden[self._index[part]]
+        return self._products.rows(hidden)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._products.logits(x, self._logits[: len(x)])
+
+    def add_gradients(
+        self, wanted: HeadGradients, part: slice, x: Tensor, e: Tensor, g: Tensor
+    ) -> None:
+        """hidden = g (E W), weight += E^T (g x), bias += E^T g."""
+        if wanted.hidden is not None:
+            out = wanted.hidden[part] if self._index is None else self._dhidden[: len(x)]
+            self._products.hidden_gradient(e, out).mul_(g[:, None])
+            if self._index is not None:
+                wanted.hidden[self._index[part]] = out
+        if wanted.weight is not None:
+            scaled = (x * g[:, None]).to(x.dtype)
+            self._products.add_weight_gradient(e, scaled, wanted.weight, first=self._first)
+        if wanted.bias is not None:
+            wanted.bias.add_(torch.mv(e.t(), g.to(e.dtype)))
+        self._first = False
+
+
+def head_pass(
+    head: LinearHead,
+    hidden: Tensor,
+    rows: HeadRows,
+    wanted: HeadGradients,
+    row_pass: RowPass | None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (n,) of all rows; with `row_pass`, gradients of the active ones into
+    `wanted`."""
+    logps, entropy = torch.empty((2, len(rows)), dtype=head.dtype, device=hidden.device).unbind()
+    run = ChunkPass(head, hidden, rows)
+    num_active = 0 if row_pass is None else rows.num_active
+    for part in chunks(num_active, run.size):
+        assert row_pass is not None
+        x = run.x(part)
+        logps[part], entropy[part], e, g = row_pass(run.logits(x), part)
+        run.add_gradients(wanted, part, x, e, g)
+    for part in chunks(len(rows) - num_active, run.size, num_active):
+        logits = run.logits(run.x(part))
+        stats = rows.row_ops.row_statistics(logits, rows.ids[part], head, keep_logits=False)
+        logps[part], entropy[part] = stats.logps, stats.entropy
+    return logps, entropy
+
+
+def split_row_pass(
+    head: LinearHead, rows: HeadRows, coefficients: Coefficients, *, entropy_gradient: bool
+) -> RowPass:
+    """Statistics, then the coefficients from any function of them, then E and g."""
+    ops = rows.row_ops
+
+    def row_pass(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        stats = ops.row_statistics(logits, rows.ids[part], head, keep_logits=entropy_gradient)
+        dlogps, dentropy = coefficients(part, stats.logps, stats.entropy)
+        e, g = ops.row_gradient(logits, stats, dlogps, dentropy, head)
+        return stats.logps, stats.entropy, e, g
+
+    return row_pass
+
+
+def new_gradients(
+    head: LinearHead, hidden: Tensor, needs: tuple[bool, ...], num_rows: int
+) -> HeadGradients:
+    """Buffers for hidden, weight, bias. The weight's is written by the first chunk, not zeroed:
+    half a gigabyte less to touch; a pass without rows zeroes it."""
+    like: dict[str, Any] = {"dtype": head.dtype, "device": hidden.device}
+    new_weight = torch.empty if num_rows else torch.zeros
+    return HeadGradients(
+        hidden=torch.zeros(hidden.shape, **like) if needs[0] else None,
+        weight=new_weight(head.weight.shape, **like) if needs[1] else None,
+        bias=torch.zeros(head.vocab_size, **like) if needs[2] else None,
+    )
+
+
+def finished_gradients(
+    gradients: HeadGradients, like: tuple[torch.dtype | None, ...], scale: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Hidden's, weight's and bias's gradient times the scalar, each in its tensor's dtype. On CPU,
+    where looking costs nothing, a factor of 1 is skipped."""
+    if scale is not None and scale.device.type == "cpu" and scale.item() == 1:
+        scale = None
+    finished: list[Tensor | None] = []
+    tensors = (gradients.hidden, gradients.weight, gradients.bias)
+    for tensor, dtype in zip(tensors, like, strict=True):
+        if tensor is not None and scale is not None:
+            tensor.mul_(scale)
+        finished.append(None if tensor is None else tensor.to(dtype))
+    return tuple(finished)
+
+
+class RowLocalGradient(torch.autograd.Function):
+    """A loss whose row coefficients follow from the row alone: gradient finished in the forward.
+
+    Returns (anchor, logps, entropy): anchor is a 0 that carries the gradient, so that
+    `value + scale * anchor` is the loss, with any scalar that is known only after the pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: LinearHead,
+        rows: HeadRows,
+        row_pass: RowPass,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = new_gradients(head, hidden, ctx.needs_input_grad[:3], rows.num_active)
+        logps, entropy = head_pass(head, hidden, rows, wanted, row_pass)
+        ctx.gradients = wanted
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias))
+        ctx.mark_non_differentiable(logps, entropy)
+        return logps.new_zeros(()), logps, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, danchor: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "this loss was already differentiated and its gradients are freed: call the loss "
+                "again, or use impl='reference', which keeps the graph"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*finished_gradients(gradients, ctx.dtypes, danchor), None, None, None)

@@ -1,0 +1,55 @@
+"""FocalPolicyLoss: the loss as a module that owns the head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fgrpo_kernels.config import PolicyLossConfig
+from fgrpo_kernels.policy_loss import PolicyLossOutput, focal_policy_loss
+
+
+class FocalPolicyLoss(nn.Module):
+    """`focal_policy_loss` with a head of its own.
+
+    The head's weight and bias are this module's parameters (the same objects, so tied embeddings
+    stay tied): engines that shard parameters and gather a module's own ones while it runs (ZeRO-3,
+    FSDP) gather the head around the loss.
+
+    Args:
+        lm_head: a module with `weight` (V, D) and optionally `bias` (V,), such as nn.Linear.
+        config: the objective.
+    """
+
+    def __init__(self, lm_head: nn.Module, config: PolicyLossConfig | None = None) -> None:
+        super().__init__()
+        weight = getattr(lm_head, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() not in (1, 2):
+            raise ValueError(
+                "lm_head: expected a module with a weight (V, D), received "
+                f"{type(lm_head).__name__}"
+            )
+        self.weight = weight
+        self.bias = getattr(lm_head, "bias", None)
+        self.config = PolicyLossConfig() if config is None else config
+
+    def forward(
+        self,
+        hidden: Tensor,
+        completion_ids: Tensor,
+        advantages: Tensor,
+        success_rate: Tensor | None = None,
+        **kwargs: Any,
+    ) -> PolicyLossOutput:
+        """`focal_policy_loss` of this head; `kwargs` are its other keyword arguments."""
+        return focal_policy_loss(
+            hidden,
+            self.weight,
+            completion_ids,
+            advantages,
+            success_rate,
+            lm_head_bias=self.bias,
+            config=self.config,
+            **kwargs,
+        )

@@ -1,0 +1,151 @@
+"""From log-probs to the per-token loss, in plain torch: the specification of every objective.
+
+All tensors are flat rows (n,), one row a scored token. The functions differentiate with respect to
+`logps`, `entropy` and `rows.advantages` (which carries the gradient of `token_weights`); the rest
+of the record is constant. sg = stop-gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fgrpo_kernels.config import PolicyLossConfig
+from fgrpo_kernels.log_ratio import bounded
+from fgrpo_kernels.reductions import sequence_means
+from fgrpo_kernels.rollout_correction import rollout_correction
+
+
+@dataclass(frozen=True)
+class PolicyRows:
+    """What belongs to the scored tokens, row by row; all (n,).
+
+    mask: bool, the tokens in the loss. advantages: focal_weight * token_weights * advantages.
+    old_logps: behaviour policy; the detached current log-probs where the caller gave none.
+    ref_logps, rollout_logps: as given, or None. rollout_weights: of the rollout correction, or None
+    where there is none or it still has to be computed from the current log-probs.
+    sequence: int64, the row's sequence, in [0, num_sequences).
+    """
+
+    mask: Tensor
+    advantages: Tensor
+    old_logps: Tensor | None
+    ref_logps: Tensor | None
+    rollout_logps: Tensor | None
+    rollout_weights: Tensor | None
+    sequence: Tensor
+    num_sequences: int
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PolicyRows:
+        """The same record with `function` applied to each tensor of rows."""
+        fields = {
+            name: function(value) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return PolicyRows(**fields)
+
+
+Objective = Callable[[Tensor, PolicyRows], Tensor]
+"""(logps, rows) -> per-token loss, in the place of the configured surrogate."""
+
+
+def with_old_logps(rows: PolicyRows, logps: Tensor) -> PolicyRows:
+    """On-policy rows: old_logps = sg(logps) where the caller gave none."""
+    if rows.old_logps is not None:
+        return rows
+    return PolicyRows(**{**vars(rows), "old_logps": logps.detach()})
+
+
+def importance_ratio(logps: Tensor, rows: PolicyRows, config: PolicyLossConfig) -> Tensor:
+    """rho_t = exp(logps - old_logps), or at sequence level
+    sg(s_i) exp(logp_t - sg(logp_t)) with s_i = exp(mean over the sequence of logps - old_logps).
+    """
+    assert rows.old_logps is not None
+    log_ratio = logps - rows.old_logps
+    if config.ratio_level == "token":
+        return bounded(log_ratio).exp()
+    means = sequence_means(log_ratio.detach(), rows.mask, rows.sequence, rows.num_sequences)
+    return bounded(means[rows.sequence]).exp() * (logps - logps.detach()).exp()
+
+
+def clip_surrogate(logps: Tensor, rows: PolicyRows, config: PolicyLossConfig) -> Tensor:
+    """-min(rho A', clamp(rho, 1-lo, 1+hi) A'); with dual_clip c and A' < 0 at most -c A'."""
+    ratio = importance_ratio(logps, rows, config)
+    clipped = ratio.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)
+    loss = -torch.minimum(ratio * rows.advantages, clipped * rows.advantages)
+    if config.dual_clip is None:
+        return loss
+    bound = -config.dual_clip * rows.advantages
+    return torch.where(rows.advantages < 0, torch.minimum(loss, bound), loss)
+
+
+def cispo_surrogate(logps: Tensor, rows: PolicyRows, config: PolicyLossConfig) -> Tensor:
+    """-sg(clamp(rho, 1-lo, 1+hi)) A' logp: no token loses its gradient."""
+    ratio = importance_ratio(logps.detach(), rows, config)
+    return -ratio.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high) * rows.advantages * logps
+
+
+def reinforce_surrogate(logps: Tensor, rows: PolicyRows, config: PolicyLossConfig) -> Tensor:
+    """-A' logp."""
+    return -rows.advantages * logps
+
+
+SURROGATES = {
+    "clip": clip_surrogate,
+    "cispo": cispo_surrogate,
+    "reinforce": reinforce_surrogate,
+}
+
+
+def kl_term(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
+    """k1 = logp - ref, k2 = (logp - ref)^2 / 2, k3 = exp(ref - logp) - (ref - logp) - 1."""
+    difference = logps - ref_logps
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return torch.expm1(bounded(-difference)) + difference
+
+
+def corrected_rows(logps: Tensor, rows: PolicyRows, config: PolicyLossConfig) -> PolicyRows:
+    """Fill in what depends on the current log-probs: old_logps when None, and with it the rollout
+    correction (weights and rejections)."""
+    pending = config.rollout_correction is not None and rows.rollout_weights is None
+    rows = with_old_logps(rows, logps)
+    if not pending:
+        return rows
+    assert rows.old_logps is not None and rows.rollout_logps is not None
+    weights, mask = rollout_correction(
+        rows.old_logps, rows.rollout_logps, rows.mask, rows.sequence, rows.num_sequences, config
+    )
+    return PolicyRows(**{**vars(rows), "rollout_weights": weights, "mask": mask})
+
+
+def per_token_loss(
+    logps: Tensor,
+    entropy: Tensor,
+    rows: PolicyRows,
+    config: PolicyLossConfig,
+    objective: Objective | None = None,
+) -> Tensor:
+    """w_t * surrogate_t + kl_coef * kl_t - entropy_coef * H_t for rows from `corrected_rows`."""
+    if objective is None:
+        loss = SURROGATES[config.surrogate](logps, rows, config)
+    else:
+        loss = objective(logps, rows)
+        if not isinstance(loss, Tensor) or loss.shape != logps.shape:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"objective must return a per-token loss of shape {tuple(logps.shape)}, got {got}"
+            )
+    if rows.rollout_weights is not None:
+        loss = rows.rollout_weights * loss
+    if config.kl_coef > 0:
+        assert rows.ref_logps is not None
+        loss = loss + config.kl_coef * kl_term(logps, rows.ref_logps, config.kl_estimator)
+    if config.entropy_coef != 0:
+        loss = loss - config.entropy_coef * entropy
+    return loss

@@ -1,0 +1,158 @@
+"""Row operations on a chunk of logits in plain torch, on any device.
+
+The gradient never forms a softmax of its own. With E_v = exp(z_v - m) for v != y (m = row maximum),
+e = exp(z_y - m) and S = sum_v E_v, all of a row's needs follow from one read:
+
+    logp = -log1p(S / e)                     no cancellation for confident tokens
+    H = log(e + S) - (sum_v E_v (z_v - m) + e (z_y - m)) / (e + S)
+    dL/dz_v = g E_v,  E_y := -S,  g = -c / (e + S)
+
+so that g, the only place where the loss enters, multiplies hidden states and never the vocabulary.
+An entropy gradient carries p (log p + H) and reads the logits a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fgrpo_kernels.head import LinearHead
+
+BLOCK_BYTES = 2**20
+"""Element passes run over as many rows as keep a block in the second-level cache."""
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Of a chunk's rows, all (C,): log-prob of the target, entropy, and what the gradient needs."""
+
+    ids: Tensor
+    logps: Tensor
+    entropy: Tensor
+    maximum: Tensor
+    rest: Tensor
+    """S: the sum over the vocabulary without the target."""
+    total: Tensor
+    """e + S."""
+    target_slope: Tensor | None
+    """The soft-cap's derivative at the target; None without a soft-cap."""
+
+
+def row_statistics(
+    logits: Tensor, ids: Tensor, head: LinearHead, *, keep_logits: bool
+) -> RowStatistics:
+    """Statistics of finished logits (C, V), which become E (the target column 0), times the
+    soft-cap's slope, unless `keep_logits`."""
+    column = ids[:, None]
+    target = logits.gather(1, column)
+    logits.scatter_(1, column, -torch.inf)  # S then sums without the target: nothing cancels
+    maximum, rest, moment = torch.empty(
+        (3, *ids.shape), dtype=logits.dtype, device=logits.device
+    ).unbind()
+    block_rows = _block_rows(logits)
+    shifted_buffer = torch.empty_like(logits[:block_rows])
+    exp_buffer = torch.empty_like(shifted_buffer) if keep_logits else None
+    for start in range(0, len(ids), block_rows):
+        rows = slice(start, min(start + block_rows, len(ids)))
+        block = logits[rows]
+        size = len(block)
+        torch.maximum(block.amax(1, keepdim=True), target[rows], out=maximum[rows, None])
+        slope = None
+        if head.logit_softcap is not None and not keep_logits:
+            slope = head.softcap_slope(block)
+        shifted = torch.sub(block, maximum[rows, None], out=shifted_buffer[:size])
+        shifted.clamp_(min=_lowest_exponent(logits.dtype))
+        exps = torch.exp(shifted, out=block if exp_buffer is None else exp_buffer[:size])
+        torch.sum(exps, 1, out=rest[rows])
+        torch.linalg.vecdot(shifted, exps, out=moment[rows])
+        if slope is not None:
+            block.mul_(slope.scatter_(1, column[rows], 0))
+    if keep_logits:
+        logits.scatter_(1, column, target)
+    target_slope = None if head.logit_softcap is None else head.softcap_slope(target).squeeze(1)
+    return _finish(ids, target.squeeze(1), maximum, rest, moment, target_slope)
+
+
+def _finish(
+    ids: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    rest: Tensor,
+    moment: Tensor,
+    target_slope: Tensor | None,
+) -> RowStatistics:
+    shifted = target - maximum
+    exp_target = shifted.exp()
+    total = exp_target + rest
+    log_total = torch.where(
+        exp_target >= rest, exp_target.log() + torch.log1p(rest / exp_target), total.log()
+    )
+    # Far below the maximum exp(z_y - m) is 0 or subnormal; there the plain form loses nothing.
+    unlikely = shifted < -60
+    logps = torch.where(unlikely, shifted - log_total, -torch.log1p(rest / exp_target))
+    target_moment = torch.where(exp_target > 0, exp_target * shifted, 0)
+    entropy = log_total - (moment + target_moment) / total
+    return RowStatistics(ids, logps, entropy, maximum, rest, total, target_slope)
+
+
+def row_gradient(
+    buffer: Tensor,
+    rows: RowStatistics,
+    dlogps: Tensor,
+    dentropy: Tensor | None,
+    head: LinearHead,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(E, g) with dL/dlogits = diag(g) E, from what `row_statistics` left in `buffer`: E itself, or
+    with `keep_logits` the logits, which an entropy gradient (`dentropy` given) needs. E is written
+    to `out`, by default `buffer`."""
+    out = buffer if out is None else out
+    if dentropy is None:
+        target = -rows.rest if rows.target_slope is None else -rows.rest * rows.target_slope
+        out.scatter_(1, rows.ids[:, None], target[:, None])
+        return out, -dlogps * head.slope / rows.total
+    _write_dlogits(buffer, rows, dlogps, dentropy, head, out)
+    return out, torch.full_like(rows.total, head.slope)
+
+
+def _write_dlogits(
+    logits: Tensor,
+    rows: RowStatistics,
+    dlogps: Tensor,
+    dentropy: Tensor,
+    head: LinearHead,
+    out: Tensor,
+) -> None:
+    """c (onehot_v - p_v) - s p_v (log p_v + H), times the soft-cap's slope."""
+    log_total = rows.total.log()
+    block_rows = _block_rows(logits)
+    for start in range(0, len(rows.ids), block_rows):
+        part = slice(start, min(start + block_rows, len(rows.ids)))
+        slope = None if head.logit_softcap is None else head.softcap_slope(logits[part])
+        # One after the other: a large common offset must cancel before the logarithm is added.
+        log_probs = logits[part] - rows.maximum[part, None]
+        log_probs.sub_(log_total[part, None]).clamp_(min=_lowest_exponent(logits.dtype))
+        coefficients = (log_probs + rows.entropy[part, None]) * -dentropy[part, None]
+        coefficients -= dlogps[part, None]
+        torch.mul(log_probs.exp_(), coefficients, out=out[part])
+        if slope is not None:
+            out[part] *= slope
+    probs = rows.logps.exp()
+    target = dlogps * (rows.rest / rows.total)
+    # A forbidden token's logp is -inf: with probability 0 it has no part in the entropy.
+    bonus = dentropy * probs * (rows.logps + rows.entropy)
+    target = torch.where(probs > 0, target - bonus, target)
+    if rows.target_slope is not None:
+        target = target * rows.target_slope
+    out.scatter_(1, rows.ids[:, None], target[:, None])
+
+
+def _lowest_exponent(dtype: torch.dtype) -> float:
+    """exp of it is 0; without it 0 * -inf would spoil a row's moment."""
+    return -800.0 if dtype == torch.float64 else -200.0
+
+
+def _block_rows(logits: Tensor) -> int:
+    return max(1, BLOCK_BYTES // (logits.shape[1] * logits.element_size()))
