@@ -182,7 +182,7 @@ def policy_loss_oracle(
     if config.reduction == "token_mean":
         loss = total / (global_valid_tokens or max(tokens, 1))
     elif config.reduction == "sequence_mean":
-        means = sum((part.mean() for part in losses if len(part)), loss)
+        means = sum((part.sum() / max(len(part), 1) for part in losses), loss)
         loss = means / (global_sequences or max(scored, 1))
     else:
         loss = total / (config.fixed_length * (global_sequences or max(len(input_counts), 1)))

@@ -1,0 +1,139 @@
+"""Every combination of the objective's options, with inputs, for the tests that walk them all."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fgrpo_kernels import PolicyLossConfig
+from fgrpo_kernels.testing import LossInputs, make_inputs
+
+SURROGATES = ("clip", "cispo", "reinforce")
+LEVELS = ("token", "sequence")
+REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length")
+KLS = (None, "k1", "k2", "k3")
+CORRECTIONS = (
+    (None, "token"),
+    ("truncate", "token"),
+    ("truncate", "sequence"),
+    ("mask", "token"),
+    ("mask", "sequence"),
+)
+OUTER = [
+    f"{surrogate}-{level}-{reduction}-{kl or 'nokl'}"
+    for surrogate, level, reduction, kl in itertools.product(SURROGATES, LEVELS, REDUCTIONS, KLS)
+]
+"""Test ids; the remaining options are walked inside a test, to spare some thousand test set-ups."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    inputs: LossInputs
+    extra: dict[str, Any]  # further keyword arguments
+    config: PolicyLossConfig
+
+    def arguments(self) -> dict[str, Any]:
+        return {**self.inputs.arguments(), **self.extra, "config": self.config}
+
+
+def cases(outer: str) -> Iterator[Case]:
+    """Entropy x correction x mask x old_logps for one member of OUTER.
+
+    What is not part of the grid (bias, soft-cap, dual clip, token weights, per-token advantages,
+    global denominators, which tensors need a gradient) is drawn per case from a seed of its name.
+    """
+    surrogate, level, reduction, kl = outer.split("-")
+    for entropy_coef, (correction, rollout_level), masked, off_policy in itertools.product(
+        (0.0, 0.1), CORRECTIONS, (False, True), (False, True)
+    ):
+        name = f"{outer}-{entropy_coef}-{correction}-{rollout_level}-{masked=}-{off_policy=}"
+        draw = random.Random(name)
+        config = PolicyLossConfig(
+            surrogate=surrogate,
+            ratio_level=level,
+            reduction=reduction,
+            fixed_length=7 if reduction == "fixed_length" else None,
+            clip_eps_low=0.1 if level == "token" else 0.02,
+            clip_eps_high=0.15 if level == "token" else 0.03,
+            dual_clip=draw.choice((None, 1.1)),
+            focal_gamma=draw.choice((0.0, 0.5, 1.0)),
+            kl_coef=0.0 if kl == "nokl" else 0.3,
+            kl_estimator="k3" if kl == "nokl" else kl,
+            entropy_coef=entropy_coef,
+            rollout_correction=correction,
+            rollout_level=rollout_level,
+            # about the middle half of the weights at token level
+            rollout_min=0.97 if correction == "mask" else None,
+            rollout_max=1.02,
+            temperature=draw.choice((1.0, 0.7)),
+            logit_scale=draw.choice((1.0, 1.3)),
+            logit_softcap=draw.choice((None, 3.0)),
+        )
+        inputs = make_inputs(4, 5, 6, 11, group_size=2, dtype=torch.float64, seed=draw.randrange(9))
+        extra: dict[str, Any] = {}
+        if draw.random() < 0.3:
+            extra = {"global_valid_tokens": 31, "global_sequences": torch.tensor(9.0)}
+        generator = torch.Generator().manual_seed(draw.randrange(100))
+        inputs = replace(
+            inputs,
+            completion_mask=inputs.completion_mask if masked else None,
+            old_logps=inputs.old_logps if off_policy else None,
+            ref_logps=inputs.ref_logps if config.kl_coef else None,
+            rollout_logps=inputs.rollout_logps if correction else None,
+        )
+        if draw.random() < 0.5:
+            bias = torch.randn(11, generator=generator, dtype=torch.float64)
+            inputs = replace(inputs, lm_head_bias=bias.requires_grad_(draw.random() < 0.8))
+        if draw.random() < 0.5:
+            factors = 0.5 + torch.rand(4, 5, generator=generator, dtype=torch.float64)
+            inputs = replace(inputs, token_weights=factors.requires_grad_(draw.random() < 0.8))
+        if draw.random() < 0.3:
+            per_token = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+            inputs = replace(inputs, advantages=per_token)
+        if draw.random() < 0.2:
+            inputs.lm_head_weight.requires_grad_(False)
+        elif draw.random() < 0.1:
+            inputs.hidden.requires_grad_(False)
+        yield Case(name, inputs, extra, config)
+
+
+def gradients(scalar: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
+    """Gradient of the scalar for each leaf; it is an error if one is not part of the graph."""
+    leaves = inputs.leaves()
+    return dict(zip(leaves, torch.autograd.grad(scalar, list(leaves.values())), strict=True))
+
+
+def assert_same(name: str, actual: Any, expected: Any, *, rtol: float = 1e-9) -> None:
+    """Equal to float64 rounding: 1e-9 of each value, 1e-11 absolute (values are of size 0.01 to 10,
+    sums have at most some hundred terms, so rounding alone stays under 1e-13)."""
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=1e-11, msg=lambda text: f"{name}: {text}"
+    )
+
+
+@dataclass(frozen=True)
+class GivenLogps:
+    """Inputs whose log-probs are given numbers: two logits a row, an identity head, ids all 0."""
+
+    logps: Tensor  # (B, T), below 0
+    hidden: Tensor  # (B, T, 2), a leaf
+    head: Tensor  # (2, 2)
+    ids: Tensor  # (B, T)
+
+    def dlogps(self) -> Tensor:
+        """dloss / dlogps after backward: the gradient of the target's logit over 1 - p."""
+        assert self.hidden.grad is not None
+        return self.hidden.grad[..., 0] / -torch.expm1(self.logps)
+
+
+def given_logps(logps: Any, dtype: torch.dtype = torch.float64) -> GivenLogps:
+    logps = torch.as_tensor(logps, dtype=dtype)
+    other = torch.log(-torch.expm1(logps))
+    hidden = torch.stack([logps, other], -1).requires_grad_()
+    ids = torch.zeros(logps.shape, dtype=torch.int64)
+    return GivenLogps(logps, hidden, torch.eye(2, dtype=dtype), ids)
