@@ -1,0 +1,144 @@
+"""The command line: an option for every setting, and `--help` that teaches them.
+
+Every setting is `--section.key VALUE`; those of the `run` section also have a short form
+(`--steps 50`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from fgrpo_train.config import (
+    NOT_A_SETTING,
+    SECTIONS,
+    ConfigError,
+    TrainConfig,
+    build,
+    did_you_mean,
+    find_config,
+    read_yaml,
+)
+
+DEFAULT_CONFIG = "tiny-cpu"
+
+DESCRIPTION = """\
+Train a policy with F-GRPO on tasks whose answers a program can check.
+
+One step: draw prompts, sample a group of completions for each, score them right or wrong,
+turn a group's scores into advantages, weight every prompt by (1 - success rate)^gamma, and
+update the policy. Without options a small policy learns the countdown game on the CPU: reach
+a target with three numbers, + and -. Everything it writes lies in runs/<name>/.
+"""
+
+EXAMPLES = """\
+examples:
+  deepspeed fgrpo_train/run.py                            the default job
+  deepspeed fgrpo_train/run.py --steps 50 --seed 1        shorter, other prompts
+  deepspeed fgrpo_train/run.py --loss.focal_gamma 0       plain GRPO, to compare pass@k
+  deepspeed fgrpo_train/run.py --config my.yaml           settings from a file
+  deepspeed fgrpo_train/run.py --resume runs/tiny-cpu     go on after a stop
+  deepspeed fgrpo_train/run.py --resume runs/tiny-cpu --steps 240      train it longer
+  python fgrpo_train/run.py                               one process, without the launcher
+
+Stop a run with Ctrl-C at any time: its state is saved after every step.
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asked for."""
+
+    config: TrainConfig
+    default_name: str
+    resume: Path | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """An option for every setting, with its meaning and default."""
+    root = _Parser(
+        prog="run.py",
+        usage="run.py [--config FILE | --resume RUN] [--section.key VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    root.add_argument("--config", metavar="FILE", help=f"YAML file, or a shipped one's name "
+                      f"[{DEFAULT_CONFIG}: fgrpo_train/configs/{DEFAULT_CONFIG}.yaml]")  # fmt: skip
+    root.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its "
+                      "own settings; only --steps may be given besides")  # fmt: skip
+    root.add_argument("--local_rank", help=argparse.SUPPRESS)  # added by the deepspeed launcher
+    for section, cls in SECTIONS.items():
+        summary = inspect.getdoc(cls) or ""
+        group = root.add_argument_group(section, summary.splitlines()[0])
+        docs, hints = field_docs(cls), get_type_hints(cls)
+        for f in fields(cls):
+            name = f"{section}.{f.name}"
+            if name in NOT_A_SETTING:
+                continue
+            flags = [f"--{f.name}", f"--{name}"] if section == "run" else [f"--{name}"]
+            metavar = {int: "N", float: "X", bool: "true|false"}.get(hints[f.name], "VALUE")
+            default = "none" if f.default is None else f.default
+            text = f"{docs.get(f.name, '')} [{default}]".replace("%", "%%")
+            group.add_argument(*flags, dest=name, metavar=metavar, help=text)
+    return root
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        item.target.id: " ".join(ast.literal_eval(doc.value).split())
+        for item, doc in zip(body, body[1:], strict=False)
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+    }
+
+
+def parse_command(argv: Sequence[str]) -> Command:
+    """Read the command line.
+
+    Raises: ConfigError for an unknown option or key, a wrong value, a missing file.
+    """
+    root = parser()
+    namespace, unknown = root.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].split("=")[0]
+        if name.removeprefix("--") in NOT_A_SETTING:
+            build({name.removeprefix("--"): None})
+        known = [flag for action in root._actions for flag in action.option_strings]
+        raise ConfigError(f"unknown option {name}{did_you_mean(name, known)}")
+    options = vars(namespace)
+    options.pop("local_rank", None)
+    config_name, resume = options.pop("config", None), options.pop("resume", None)
+    if resume is not None:
+        return _resume_command(Path(resume), config_name, options)
+    path = find_config(config_name or DEFAULT_CONFIG)
+    return Command(build(read_yaml(path) | options), default_name=path.stem, resume=None)
+
+
+def _resume_command(folder: Path, config_name: str | None, options: dict[str, Any]) -> Command:
+    saved = folder / "config.yaml"
+    if not saved.is_file():
+        raise ConfigError(f"--resume: no run in {folder} (it has no config.yaml)")
+    refused = ["config"] * (config_name is not None) + sorted(set(options) - {"run.steps"})
+    if refused:
+        raise ConfigError(
+            f"--resume goes on with {saved}; only --steps may change: remove --{refused[0]}"
+        )
+    return Command(build(read_yaml(saved) | options), default_name=folder.name, resume=folder)

@@ -1,0 +1,83 @@
+"""Train a policy: `deepspeed fgrpo_train/run.py`. `--help` explains every setting."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from fgrpo_train.command_line import parse_command
+from fgrpo_train.config import ConfigError, TrainConfig, find_policy
+from fgrpo_train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from fgrpo_train.trainer import Trainer
+
+
+def main(argv: list[str]) -> int:
+    """Do what the command line asks for; returns the exit code."""
+    started = time.monotonic()
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
+    folder = None
+    try:
+        command = parse_command(argv)
+        find_policy(command.config.policy.path)
+        folder = (
+            RunFolder(command.resume, new=False)
+            if command.resume
+            else RunFolder.choose(command.config.run, command.default_name)
+        )
+        from fgrpo_train.trainer import train  # after the checks: it takes seconds to import
+
+        train(build_trainer(command.config), folder, started=started)
+    except ConfigError as error:
+        print(f"run.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if folder is None or not folder.path.exists():
+            print("\nStopped before the run began.", file=sys.stderr)
+        else:
+            print(
+                f"\nStopped; finished steps are saved. Go on with:\n"
+                f"  deepspeed fgrpo_train/run.py --resume {folder.path}",
+                file=sys.stderr,
+            )
+        return 130
+    return 0
+
+
+def build_trainer(config: TrainConfig) -> Trainer:
+    """Load the policy, start DeepSpeed, and put the parts of the run together."""
+    from fgrpo_train.base_policy import load_policy
+    from fgrpo_train.learner import Learner
+    from fgrpo_train.prompts import CountdownTask
+    from fgrpo_train.rewards import CountdownVerifier
+    from fgrpo_train.rollout import HFEngine
+    from fgrpo_train.trainer import Trainer
+
+    model, tokenizer = load_policy(find_policy(config.policy.path))
+    learner = Learner(model, config)
+    task = CountdownTask()
+    return Trainer(
+        config=config,
+        learner=learner,
+        engine=HFEngine(learner.model),
+        tokenizer=tokenizer,
+        verifier=CountdownVerifier(),
+        train_prompts=task.train_prompts(tokenizer),
+        held_out_prompts=task.held_out_prompts(tokenizer),
+    )
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    # The launcher follows Ctrl-C with SIGTERM: one stop is enough.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

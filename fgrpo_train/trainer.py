@@ -1,0 +1,267 @@
+"""The training loop: one step is a line of stages, each in its own file.
+
+prompts -> rollout -> rewards -> advantages -> selection -> loss -> step
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fgrpo_kernels import GroupAdvantages, group_advantages
+from fgrpo_train.batching import Batch, make_batch, mini_batches
+from fgrpo_train.checkpoint import latest_checkpoint, save_checkpoint
+from fgrpo_train.config import ConfigError, TrainConfig
+from fgrpo_train.evaluation import evaluate
+from fgrpo_train.learner import Denominators, Learner, Update
+from fgrpo_train.prompts import Prompt, prompt_batch
+from fgrpo_train.reporting import Reporter, finish, make_summary, progress_bar
+from fgrpo_train.rewards import CountdownVerifier, score
+from fgrpo_train.rollout import RolloutEngine, Rollouts, Sampling
+from fgrpo_train.run_folder import RunFolder
+from fgrpo_train.selection import drop_inactive
+
+EVALUATION_SEED = 1
+"""The same in every run, so that runs are compared on the same draws."""
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The parts of a run, and what a step does with them."""
+
+    config: TrainConfig
+    learner: Learner
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    verifier: CountdownVerifier
+    train_prompts: list[Prompt]
+    held_out_prompts: list[Prompt]
+
+    def __post_init__(self) -> None:
+        prompts, parts = self.config.data.prompts_per_step, self.config.optimisation.mini_batches
+        if prompts % (parts * self.learner.world_size):
+            raise ConfigError(
+                f"data.prompts_per_step ({prompts}) must be a multiple of optimisation.mini_batches"
+                f" ({parts}) x processes ({self.learner.world_size})"
+            )
+
+    @property
+    def sampling(self) -> Sampling:
+        """The same in training and in evaluation."""
+        return Sampling(
+            temperature=self.config.sampling.temperature,
+            max_new_tokens=self.config.sampling.max_new_tokens,
+            eos_token_ids=(self.tokenizer.eos_token_id,),
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One training step, counted from 0; returns its record, over all processes."""
+        clock = Clock()
+        start = time.perf_counter()
+        with clock.phase("rollout"):
+            prompts = self.draw_prompts(step)
+            rollouts = self.sample(prompts, step)
+        with clock.phase("rewards"):
+            rewards = score(self.verifier, prompts, rollouts, self.tokenizer)
+        with clock.phase("advantages"):
+            groups = group_advantages(rewards, group_size=self.config.sampling.group_size)
+            batch = make_batch(prompts, rollouts, groups, pad_token_id=self.sampling.pad_token_id)
+        with clock.phase("update"):
+            updates = self.update(batch.to(self.learner.device))
+        with clock.phase("sync"):
+            self.engine.load_weights(self.learner.model)
+        clock.seconds["total"] = time.perf_counter() - start
+        clock.seconds["loss"] = sum(update.loss_seconds for update in updates)
+        return self.record(step, rewards, rollouts, groups, updates, clock)
+
+    def draw_prompts(self, step: int) -> list[Prompt]:
+        """This process's prompts; the stride gives each process its part of every mini-batch."""
+        prompts = prompt_batch(
+            self.train_prompts,
+            step=step,
+            batch_size=self.config.data.prompts_per_step,
+            seed=self.config.run.seed,
+        )
+        return prompts[self.learner.rank :: self.learner.world_size]
+
+    def sample(self, prompts: list[Prompt], step: int) -> Rollouts:
+        """A group of completions for each prompt; drawn from run, step and process alone."""
+        key = (self.config.run.seed, step, self.learner.rank)
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        return self.engine.generate(
+            prompts, group_size=self.config.sampling.group_size, sampling=self.sampling, seed=seed
+        )
+
+    def update(self, batch: Batch) -> list[Update]:
+        """One optimizer update for each mini-batch.
+
+        The first is on-policy: its old log-probs are its own (None), the ratio is 1. Those of the
+        others belong to the policy that sampled, so they are taken before the first update.
+        """
+        parts = mini_batches(
+            batch,
+            count=self.config.optimisation.mini_batches,
+            group_size=self.config.sampling.group_size,
+        )
+        denominators = [self.denominators(part) for part in parts]
+        parts = [drop_inactive(part, self.config.loss) for part in parts]
+        old_logps = [None, *(self.learner.logps(part) for part in parts[1:])]
+        return [
+            self.learner.update(part, old, counts)
+            for part, old, counts in zip(parts, old_logps, denominators, strict=True)
+        ]
+
+    def denominators(self, part: Batch) -> Denominators:
+        """Counted before selection, so that dropping sequences leaves the gradient as it is."""
+        mask = part.completion_mask
+        counts = self.learner.sum_over_ranks(
+            {"tokens": float(mask.sum()), "sequences": float(mask.any(1).sum())}
+        )
+        return Denominators(valid_tokens=counts["tokens"], sequences=counts["sequences"])
+
+    def record(
+        self,
+        step: int,
+        rewards: torch.Tensor,
+        rollouts: Rollouts,
+        groups: GroupAdvantages,
+        updates: list[Update],
+        clock: Clock,
+    ) -> dict[str, Any]:
+        """The step as one flat record; a mean of nothing is None.
+
+        The metrics of the loss are over the sequences that were trained on, `trained_share` of all.
+        """
+        outputs = [update.output for update in updates]
+        loss_sums = {
+            name: [o.metric_sums[name] for o in outputs] for name in outputs[0].metric_sums
+        }
+        ratio_max = max(float(numerator) for numerator, _ in loss_sums.pop("ratio_max"))
+        means = {
+            "reward": _sum_and_count(rewards[rewards.isfinite()]),
+            "success_rate": _sum_and_count(groups.success_rate),
+            "degenerate_share": _sum_and_count(groups.degenerate),
+            "truncated_share": _sum_and_count(rollouts.truncated),
+            "completion_length": _sum_and_count(rollouts.completion_mask.sum(1)),
+            "trained_share": (float(sum(u.num_sequences for u in updates)), float(len(rewards))),
+            "grad_norm": (sum(u.grad_norm for u in updates), float(len(updates))),
+            "sampler_gap": _total([u.sampler_gap for u in updates]),
+        } | {name: _total(pairs) for name, pairs in loss_sums.items()}
+        # A process's loss is its part of the global sum, so the processes' losses add up.
+        sums = self.learner.sum_over_ranks(
+            {"tokens": means["completion_length"][0], "loss": sum(float(o.loss) for o in outputs)}
+        )
+        return {
+            "step": step + 1,
+            "loss": sums["loss"] / len(updates),
+            **self.learner.mean_over_ranks(means),
+            **self.learner.max_over_ranks({"ratio_max": ratio_max}),
+            "learning_rate": updates[-1].learning_rate,
+            "tokens_per_second": sums["tokens"] / clock.seconds["total"],
+            "seconds": clock.seconds,
+        }
+
+    def evaluate(self, title: str) -> dict[str, Any]:
+        """Success rate and pass@k on the held-out prompts, with a progress bar."""
+        settings = self.config.evaluation
+        prompts = self.held_out_prompts[: settings.max_prompts]
+        with progress_bar(title, len(prompts), unit="prompt") as bar:
+            result = evaluate(
+                self.engine,
+                prompts,
+                self.verifier,
+                self.tokenizer,
+                samples_per_prompt=settings.samples_per_prompt,
+                sampling=self.sampling,
+                seed=EVALUATION_SEED,
+                ks=settings.ks,
+                progress=bar.update,
+            )
+        pass_at_k = {str(k): value for k, value in result.pass_at_k.items()}
+        return {"success": result.success, "pass_at_k": pass_at_k}
+
+
+def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
+    """Evaluate, take the steps that are left, evaluate, and write the summary.
+
+    Every step is saved, so that a stop loses at most the step under way. The first process does
+    what is not training; the others wait for it.
+
+    Args:
+        folder: where to write; one that holds a checkpoint is continued.
+        started: `time.monotonic()` at the start of the process.
+    """
+    config, learner = trainer.config, trainer.learner
+    finished, saved = restore(trainer, folder)
+    reporter = None
+    if learner.rank == 0:
+        folder.open(config)
+        saved = saved or {"before": trainer.evaluate("held out, before"), "wall_seconds": 0.0}
+        started -= saved["wall_seconds"]
+        reporter = Reporter(folder, steps=config.run.steps, finished=finished)
+    for step in range(finished, config.run.steps):
+        record = trainer.step(step)
+        if reporter:
+            reporter.step(record)
+            saved["wall_seconds"] = time.monotonic() - started
+            save_checkpoint(folder.checkpoints, step + 1, learner.save, saved)
+    if reporter:
+        reporter.close()
+        after = trainer.evaluate("held out, after")
+        learner.model.save_pretrained(folder.policy)
+        trainer.tokenizer.save_pretrained(folder.policy)
+        wall_seconds = time.monotonic() - started
+        summary = make_summary(
+            saved["before"], after, steps=config.run.steps, wall_seconds=wall_seconds
+        )
+        print(finish(folder, config, summary))
+    learner.wait_for_all()
+
+
+def restore(trainer: Trainer, folder: RunFolder) -> tuple[int, dict[str, Any]]:
+    """The number of finished steps and what else was saved with them; (0, {}) for a new run.
+
+    Raises: ConfigError if there is nothing left to do.
+    """
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        return 0, {}
+    state, saved = checkpoint
+    finished, steps = saved.pop("step"), trainer.config.run.steps
+    if finished > steps or (finished == steps and folder.summary.exists()):
+        raise ConfigError(
+            f"{folder.path} has finished {finished} steps: --steps {2 * finished} trains it longer"
+        )
+    trainer.learner.load(state)
+    trainer.engine.load_weights(trainer.learner.model)
+    return finished, saved
+
+
+def _sum_and_count(values: torch.Tensor) -> tuple[float, float]:
+    return float(values.double().sum()), float(values.numel())
+
+
+def _total(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
+    sums, counts = zip(*pairs, strict=True)
+    return float(sum(sums)), float(sum(counts))
