@@ -95,10 +95,9 @@ def test_constraints_pin_every_requirement(requirements: list[Requirement]) -> N
 
 
 def test_readme_example_runs() -> None:
-    """The block runs as it stands, in a process of its own, and prints a finite loss."""
+    """The block runs as it stands and prints the mean of sqrt(0.75) and sqrt(0.125)."""
     (block,) = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    printed = run_python(block)
-    assert re.search(r"-?\d+\.\d+", printed), printed
+    assert "0.6098" in run_python(block)
 
 
 @pytest.mark.parametrize("folder", ["fgrpo_kernels", "fgrpo_train", "benchmarks"])
