@@ -77,8 +77,8 @@ def test_row_local_is_what_follows_from_the_row(surrogate, reduction):
             rollout_max=1.2,
         )
         row_local = is_row_local(config, has_old_logps=old is not None, objective=None)
-        if surrogate == "reinforce" and level == "sequence":
-            row_local = True  # it does not use the ratio, so either plan is right
+        if surrogate == "reinforce" and level == "sequence" and old is not None:
+            row_local = True  # it does not use the ratio: row-local, whichever plan is taken
         assert row_local == follows_from_the_row(old, config), (config, old is not None)
 
 
