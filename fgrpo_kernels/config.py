@@ -162,55 +162,56 @@ class PolicyLossConfig:
             raise ValueError(f"{field} must be {expected}, got {getattr(self, field)!r}")
 
     @classmethod
+    def _preset(cls, overrides: dict[str, Any], **preset: Any) -> PolicyLossConfig:
+        return cls(**{"focal_gamma": 0.0, **preset, **overrides})
+
+    @classmethod
     def grpo(cls, **overrides: Any) -> PolicyLossConfig:
         """GRPO (2402.03300): sequence mean, clip 0.2 / 0.2."""
-        return cls(**{"reduction": "sequence_mean", "focal_gamma": 0.0} | overrides)
+        return cls._preset(overrides, reduction="sequence_mean")
 
     @classmethod
     def dr_grpo(cls, **overrides: Any) -> PolicyLossConfig:
         """Dr. GRPO (2503.20783): sum over a constant `fixed_length`, which must be given."""
-        return cls(**{"reduction": "fixed_length", "focal_gamma": 0.0} | overrides)
+        return cls._preset(overrides, reduction="fixed_length")
 
     @classmethod
     def dapo(cls, **overrides: Any) -> PolicyLossConfig:
         """DAPO (2503.14476): token mean, clip 0.2 / 0.28."""
-        return cls(**{"clip_eps_high": 0.28, "focal_gamma": 0.0} | overrides)
+        return cls._preset(overrides, clip_eps_high=0.28)
 
     @classmethod
     def cispo(cls, **overrides: Any) -> PolicyLossConfig:
         """CISPO (2506.13585) with the bounds [0, 6] of the F-GRPO paper."""
-        preset = {"surrogate": "cispo", "clip_eps_low": 1.0, "clip_eps_high": 5.0}
-        return cls(**preset | {"focal_gamma": 0.0} | overrides)
+        return cls._preset(overrides, surrogate="cispo", clip_eps_low=1.0, clip_eps_high=5.0)
 
     @classmethod
     def gspo(cls, **overrides: Any) -> PolicyLossConfig:
         """GSPO (2507.18071): sequence-level ratio, sequence mean, clip 3e-4 / 4e-4."""
-        preset = {"ratio_level": "sequence", "reduction": "sequence_mean"}
-        preset |= {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}
-        return cls(**preset | {"focal_gamma": 0.0} | overrides)
+        bounds = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}
+        return cls._preset(overrides, ratio_level="sequence", reduction="sequence_mean", **bounds)
 
     @classmethod
     def ngrpo(cls, **overrides: Any) -> PolicyLossConfig:
         """NGRPO's asymmetric clip 0.16 / 0.24 (2509.18851)."""
-        preset = {"clip_eps_low": 0.16, "clip_eps_high": 0.24, "focal_gamma": 0.0}
-        return cls(**preset | overrides)
+        return cls._preset(overrides, clip_eps_low=0.16, clip_eps_high=0.24)
 
     @classmethod
     def gmpo(cls, **overrides: Any) -> PolicyLossConfig:
         """GMPO (2507.20673): refused by name until ratio_level="geometric_mean" exists."""
-        preset = {"ratio_level": "geometric_mean", "reduction": "sequence_mean"}
-        preset |= {"clip_eps_low": 0.4, "clip_eps_high": 0.4}
-        return cls(**preset | {"focal_gamma": 0.0} | overrides)
+        bounds = {"clip_eps_low": 0.4, "clip_eps_high": 0.4}
+        level = {"ratio_level": "geometric_mean", "reduction": "sequence_mean"}
+        return cls._preset(overrides, **level, **bounds)
 
     @classmethod
     def sapo(cls, **overrides: Any) -> PolicyLossConfig:
         """SAPO: refused by name until surrogate="sapo" exists."""
-        return cls(**{"surrogate": "sapo", "focal_gamma": 0.0} | overrides)
+        return cls._preset(overrides, surrogate="sapo")
 
     @classmethod
     def vespo(cls, **overrides: Any) -> PolicyLossConfig:
         """VESPO: refused by name until surrogate="vespo" exists."""
-        return cls(**{"surrogate": "vespo", "focal_gamma": 0.0} | overrides)
+        return cls._preset(overrides, surrogate="vespo")
 
 
 def _real(value: object) -> float:

@@ -7,13 +7,14 @@ back).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fgrpo_kernels.backends import choose_impl, row_ops
+from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.inputs import (
     HeadInputs,
@@ -70,6 +71,7 @@ def is_row_local(
     return config.rollout_level == "token" and not decides_counts
 
 
+@opaque_to_compiler
 def focal_policy_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -250,7 +252,7 @@ class _Call:
         if weights is None or not weights.requires_grad:
             return rows
         weights = weights if self.index is None else weights[self.index]
-        return PolicyRows(**{**vars(rows), "advantages": rows.advantages * weights})
+        return replace(rows, advantages=rows.advantages * weights)
 
     def _order(self, active: Tensor, num_valid: int) -> Tensor | None:
         """Positions of the valid rows, the active ones first; None when that is all in order."""

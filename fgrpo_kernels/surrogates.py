@@ -8,7 +8,8 @@ of the record is constant. sg = stop-gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +42,10 @@ class PolicyRows:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> PolicyRows:
         """The same record with `function` applied to each tensor of rows."""
-        fields = {
-            name: function(value) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
+        mapped: dict[str, Any] = {
+            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return PolicyRows(**fields)
+        return replace(self, **mapped)
 
 
 Objective = Callable[[Tensor, PolicyRows], Tensor]
@@ -56,7 +56,7 @@ def with_old_logps(rows: PolicyRows, logps: Tensor) -> PolicyRows:
     """On-policy rows: old_logps = sg(logps) where the caller gave none."""
     if rows.old_logps is not None:
         return rows
-    return PolicyRows(**{**vars(rows), "old_logps": logps.detach()})
+    return replace(rows, old_logps=logps.detach())
 
 
 def importance_ratio(logps: Tensor, rows: PolicyRows, config: PolicyLossConfig) -> Tensor:
@@ -121,7 +121,7 @@ def corrected_rows(logps: Tensor, rows: PolicyRows, config: PolicyLossConfig) ->
     weights, mask = rollout_correction(
         rows.old_logps, rows.rollout_logps, rows.mask, rows.sequence, rows.num_sequences, config
     )
-    return PolicyRows(**{**vars(rows), "rollout_weights": weights, "mask": mask})
+    return replace(rows, rollout_weights=weights, mask=mask)
 
 
 def per_token_loss(

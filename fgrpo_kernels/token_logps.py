@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fgrpo_kernels.backends import choose_impl, row_ops
+from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.inputs import HostFacts, check_ids, read_head_inputs
@@ -27,6 +28,7 @@ from fgrpo_kernels.linear_head import (
 from fgrpo_kernels.reference import reference_logps
 
 
+@opaque_to_compiler
 def token_logps(
     hidden: Tensor,
     lm_head_weight: Tensor,

@@ -21,7 +21,7 @@ from torch import Tensor
 from fgrpo_kernels.head import LinearHead
 
 BLOCK_BYTES = 2**20
-"""Element passes run over as many rows as keep a block in the second-level cache."""
+"""Element passes run over blocks of rows, this much per thread, that stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def row_statistics(
     soft-cap's slope, unless `keep_logits`."""
     column = ids[:, None]
     target = logits.gather(1, column)
-    logits.scatter_(1, column, -torch.inf)  # S then sums without the target: nothing cancels
+    # S then sums without the target, so nothing cancels. Finite: 0 times it is 0 in the moment.
+    logits.scatter_(1, column, torch.finfo(logits.dtype).min / 2)
     maximum, rest, moment = torch.empty(
         (3, *ids.shape), dtype=logits.dtype, device=logits.device
     ).unbind()
@@ -63,10 +64,11 @@ def row_statistics(
         if head.logit_softcap is not None and not keep_logits:
             slope = head.softcap_slope(block)
         shifted = torch.sub(block, maximum[rows, None], out=shifted_buffer[:size])
-        shifted.clamp_(min=_lowest_exponent(logits.dtype))
+        if head.bias is not None:  # nothing else can forbid a token with -inf
+            shifted.clamp_(min=_lowest_exponent(logits.dtype))
         exps = torch.exp(shifted, out=block if exp_buffer is None else exp_buffer[:size])
         torch.sum(exps, 1, out=rest[rows])
-        torch.linalg.vecdot(shifted, exps, out=moment[rows])
+        _row_dots(shifted, exps, moment[rows])
         if slope is not None:
             block.mul_(slope.scatter_(1, column[rows], 0))
     if keep_logits:
@@ -154,5 +156,15 @@ def _lowest_exponent(dtype: torch.dtype) -> float:
     return -800.0 if dtype == torch.float64 else -200.0
 
 
+def _row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Row-wise dot products; for few long rows BLAS' dot is much faster than a batched one."""
+    if len(a) > 8:
+        torch.linalg.vecdot(a, b, out=out)
+        return
+    for row in range(len(a)):
+        torch.dot(a[row], b[row], out=out[row])
+
+
 def _block_rows(logits: Tensor) -> int:
-    return max(1, BLOCK_BYTES // (logits.shape[1] * logits.element_size()))
+    row_bytes = logits.shape[1] * logits.element_size()
+    return max(1, torch.get_num_threads() * BLOCK_BYTES // row_bytes)

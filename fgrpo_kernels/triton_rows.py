@@ -1,0 +1,404 @@
+"""Row operations on a chunk of logits as Triton kernels: the same operations as `torch_rows`.
+
+One program a row. `policy_rows_kernel` is the fused path of the built-in row-local objectives:
+
+    logits -> log-sum-exp -> logp -> ratio -> clip / truncation -> focal-scaled advantage -> c -> E
+
+The logits are read twice (statistics, gradient) and E is written once: 12 bytes per element with
+fp32 logits and fp32 E. E holds p_v, and -(1 - p_y) at the target, so it is safe in narrow types:
+
+    dL/dlogits = diag(g) E,  g = -c          (an entropy gradient is written into E, with g = 1)
+
+Lengths, schedules and coefficients are runtime arguments: nothing recompiles per call or step.
+C rows of the chunk, V vocabulary. Row offsets are int64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fgrpo_kernels import primitives
+from fgrpo_kernels.config import PolicyLossConfig
+from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.linear_head import HeadRows, RowPass
+from fgrpo_kernels.primitives import (
+    MASK,
+    bounded_exp,
+    kl_coefficient,
+    log1p,
+    merge_row_statistics,
+    rollout_weight,
+    surrogate_coefficient,
+)
+from fgrpo_kernels.surrogates import PolicyRows
+from fgrpo_kernels.torch_rows import RowStatistics
+
+_SURROGATE = {"clip": primitives.CLIP, "cispo": primitives.CISPO, "reinforce": primitives.REINFORCE}
+_KL = {"k1": primitives.K1, "k2": primitives.K2, "k3": primitives.K3}
+_CORRECTION = {"truncate": primitives.TRUNCATE, "mask": primitives.MASK}
+
+
+@triton.jit
+def _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.constexpr):
+    """(logp, entropy, m, rest, total) of a row; `rest` sums without the target, so that confident
+    tokens keep their precision."""
+    target = tl.load(logits_ptr + row_start + target_id)
+    m = target
+    s = target * 0.0
+    moment = target * 0.0
+    s = tl.where(s == s, s, 0.0)  # a target of -inf is a forbidden token, not an error
+    moment = tl.where(moment == moment, moment, 0.0)
+    for start in range(0, n_cols, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        inside = (cols < n_cols) & (cols != target_id)
+        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
+        m, s, moment = merge_row_statistics(m, s, moment, z, inside)
+    shifted = target - m
+    e = tl.exp(shifted)
+    total = e + s
+    log_total = tl.where(e >= s, shifted + log1p(s / e), tl.log(total))
+    logp = tl.where(shifted < -60.0, shifted - log_total, -log1p(s / e))
+    entropy = log_total - (moment + tl.where(e > 0, e * shifted, e)) / total
+    return logp, entropy, m, s, total
+
+
+@triton.jit
+def _softcap_slope(z, slope_factor):
+    th = z * slope_factor
+    return 1.0 - th * th
+
+
+@triton.jit
+def _write_gradient(
+    e_ptr,
+    logits_ptr,
+    e_row_start,
+    row_start,
+    target_id,
+    c,
+    s,
+    logp,
+    entropy,
+    m,
+    rest,
+    total,
+    softcap_factor,
+    n_cols,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """E of a row: p_v and -(1 - p_y), or with an entropy gradient s the finished
+    c (onehot - p) - s p (log p + H); times the soft-cap's slope."""
+    log_total = tl.log(total)
+    target_z = tl.load(logits_ptr + row_start + target_id)
+    for start in range(0, n_cols, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        inside = (cols < n_cols) & (cols != target_id)
+        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
+        log_p = (z - m) - log_total
+        p = tl.exp(log_p)
+        if HAS_ENTROPY:
+            e = -p * (c + s * tl.where(p > 0, log_p + entropy, 0.0))
+        else:
+            e = p
+        if HAS_SOFTCAP:
+            e = e * _softcap_slope(z, softcap_factor)
+        tl.store(e_ptr + e_row_start + cols, e.to(e_ptr.dtype.element_ty), mask=inside)
+    e_target = -(rest / total)
+    if HAS_ENTROPY:
+        p_target = tl.exp(logp)
+        bonus = tl.where(p_target > 0, s * p_target * (logp + entropy), 0.0)
+        e_target = c * (rest / total) - bonus
+    if HAS_SOFTCAP:
+        e_target = e_target * _softcap_slope(target_z, softcap_factor)
+    tl.store(e_ptr + e_row_start + target_id, e_target.to(e_ptr.dtype.element_ty))
+
+
+@triton.jit
+def row_statistics_kernel(
+    stats_ptr,  # (5, C): logp, entropy, m, rest, total
+    logits_ptr,
+    ids_ptr,
+    n_rows,
+    n_cols,
+    logits_row_stride,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0)
+    row_start = row.to(tl.int64) * logits_row_stride
+    target_id = tl.load(ids_ptr + row)
+    logp, entropy, m, rest, total = _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V)
+    tl.store(stats_ptr + row, logp)
+    tl.store(stats_ptr + n_rows + row, entropy)
+    tl.store(stats_ptr + 2 * n_rows + row, m)
+    tl.store(stats_ptr + 3 * n_rows + row, rest)
+    tl.store(stats_ptr + 4 * n_rows + row, total)
+
+
+@triton.jit
+def row_gradient_kernel(
+    e_ptr,
+    logits_ptr,
+    ids_ptr,
+    stats_ptr,
+    dlogps_ptr,
+    dentropy_ptr,
+    softcap_factor_ptr,
+    n_rows,
+    n_cols,
+    e_row_stride,
+    logits_row_stride,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0)
+    c = tl.load(dlogps_ptr + row)
+    s = c * 0.0
+    if HAS_ENTROPY:
+        s = tl.load(dentropy_ptr + row)
+    _write_gradient(
+        e_ptr,
+        logits_ptr,
+        row.to(tl.int64) * e_row_stride,
+        row.to(tl.int64) * logits_row_stride,
+        tl.load(ids_ptr + row),
+        c,
+        s,
+        tl.load(stats_ptr + row),
+        tl.load(stats_ptr + n_rows + row),
+        tl.load(stats_ptr + 2 * n_rows + row),
+        tl.load(stats_ptr + 3 * n_rows + row),
+        tl.load(stats_ptr + 4 * n_rows + row),
+        tl.load(softcap_factor_ptr),
+        n_cols,
+        HAS_ENTROPY,
+        HAS_SOFTCAP,
+        BLOCK_V,
+    )
+
+
+@triton.jit
+def policy_rows_kernel(
+    logps_ptr,
+    entropy_ptr,
+    factor_ptr,  # g
+    e_ptr,
+    logits_ptr,
+    ids_ptr,
+    advantages_ptr,  # focal_weight * token_weights * advantages
+    row_weights_ptr,
+    old_logps_ptr,
+    ref_logps_ptr,
+    rollout_ptr,  # rollout weights where old_logps are given, else rollout log-probs
+    scalars_ptr,  # in the order of `_scalars`, in the logits' dtype
+    n_cols,
+    e_row_stride,
+    logits_row_stride,
+    SURROGATE: tl.constexpr,
+    KL: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    HAS_DUAL: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0)
+    row_start = row.to(tl.int64) * logits_row_stride
+    target_id = tl.load(ids_ptr + row)
+    logp, entropy, m, rest, total = _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V)
+    eps_low = tl.load(scalars_ptr)
+    eps_high = tl.load(scalars_ptr + 1)
+    dual_clip = tl.load(scalars_ptr + 2)
+    kl_coef = tl.load(scalars_ptr + 3)
+    entropy_coef = tl.load(scalars_ptr + 4)
+    rollout_min = tl.load(scalars_ptr + 5)
+    rollout_max = tl.load(scalars_ptr + 6)
+    slope = tl.load(scalars_ptr + 7)
+    softcap_factor = tl.load(scalars_ptr + 8)
+    row_weight = tl.load(row_weights_ptr + row)
+    if HAS_OLD:
+        ratio = bounded_exp(logp - tl.load(old_logps_ptr + row))
+    else:
+        ratio = bounded_exp(logp - logp)
+    c = surrogate_coefficient(
+        ratio, tl.load(advantages_ptr + row), eps_low, eps_high, dual_clip, SURROGATE, HAS_DUAL
+    )
+    if CORRECTION:
+        given = tl.load(rollout_ptr + row)
+        if HAS_OLD:
+            c = c * given  # rejected rows carry a row weight of 0
+        else:
+            weight, kept = rollout_weight(
+                bounded_exp(logp - given), rollout_min, rollout_max, CORRECTION
+            )
+            c = c * weight
+            if CORRECTION == MASK:
+                row_weight = tl.where(kept, row_weight, 0.0)
+    if KL:
+        c += kl_coef * kl_coefficient(logp, tl.load(ref_logps_ptr + row), KL)
+    # Select, not multiply: what is outside the loss may hold anything.
+    c = tl.where(row_weight == 0, 0.0, c * row_weight)
+    s = -entropy_coef * row_weight
+    _write_gradient(
+        e_ptr,
+        logits_ptr,
+        row.to(tl.int64) * e_row_stride,
+        row_start,
+        target_id,
+        c,
+        s,
+        logp,
+        entropy,
+        m,
+        rest,
+        total,
+        softcap_factor,
+        n_cols,
+        HAS_ENTROPY,
+        HAS_SOFTCAP,
+        BLOCK_V,
+    )
+    tl.store(logps_ptr + row, logp)
+    tl.store(entropy_ptr + row, entropy)
+    if HAS_ENTROPY:
+        tl.store(factor_ptr + row, slope + 0.0 * row_weight)
+    else:
+        tl.store(factor_ptr + row, -slope * c)
+
+
+def launch_options(vocab_size: int) -> dict[str, int]:
+    """Tile and warps by vocabulary: a large one keeps 4 fp32 elements a thread in flight eight
+    times; a small one is a single tile."""
+    block = min(8192, max(128, triton.next_power_of_2(vocab_size)))
+    return {"BLOCK_V": block, "num_warps": 8 if block >= 4096 else 4}
+
+
+def row_statistics(
+    logits: Tensor, ids: Tensor, head: LinearHead, *, keep_logits: bool
+) -> RowStatistics:
+    """As `torch_rows.row_statistics`; the logits are always kept."""
+    stats = logits.new_empty((5, len(ids)))
+    if len(ids):
+        row_statistics_kernel[(len(ids),)](
+            stats,
+            logits,
+            ids,
+            len(ids),
+            logits.shape[1],
+            logits.stride(0),
+            **launch_options(logits.shape[1]),
+        )
+    logps, entropy, maximum, rest, total = stats.unbind()
+    return RowStatistics(ids, logps, entropy, maximum, rest, total, target_slope=None)
+
+
+def row_gradient(
+    buffer: Tensor,
+    rows: RowStatistics,
+    dlogps: Tensor,
+    dentropy: Tensor | None,
+    head: LinearHead,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `torch_rows.row_gradient`: (E, g) with dL/dlogits = diag(g) E."""
+    out = buffer if out is None else out
+    stats = torch.stack((rows.logps, rows.entropy, rows.maximum, rows.rest, rows.total))
+    dlogps = dlogps.contiguous()
+    if len(rows.ids):
+        row_gradient_kernel[(len(rows.ids),)](
+            out,
+            buffer,
+            rows.ids,
+            stats,
+            dlogps,
+            dlogps if dentropy is None else dentropy.contiguous(),
+            dlogps.new_full((1,), _softcap_factor(head)),
+            len(rows.ids),
+            buffer.shape[1],
+            out.stride(0),
+            buffer.stride(0),
+            HAS_ENTROPY=dentropy is not None,
+            HAS_SOFTCAP=head.logit_softcap is not None,
+            **launch_options(buffer.shape[1]),
+        )
+    if dentropy is None:
+        return out, -head.slope * dlogps
+    return out, torch.full_like(dlogps, head.slope)
+
+
+def policy_row_pass(
+    head: LinearHead,
+    head_rows: HeadRows,
+    rows: PolicyRows,
+    row_weights: Tensor,
+    config: PolicyLossConfig,
+) -> RowPass:
+    """The fused kernel as a row pass, for row-local built-in objectives; `row_weights` (n,), 0
+    outside the loss, carry whatever is known of the reduction."""
+    correction = config.rollout_correction
+    rollout = rows.rollout_logps if rows.rollout_weights is None else rows.rollout_weights
+    flags = {
+        "SURROGATE": _SURROGATE[config.surrogate].value,
+        "KL": _KL[config.kl_estimator].value if config.kl_coef > 0 else 0,
+        "CORRECTION": 0 if correction is None else _CORRECTION[correction].value,
+        "HAS_OLD": rows.old_logps is not None,
+        "HAS_DUAL": config.dual_clip is not None,
+        "HAS_ENTROPY": config.entropy_coef != 0,
+        "HAS_SOFTCAP": head.logit_softcap is not None,
+        **launch_options(head.vocab_size),
+    }
+
+    scalars = _scalars(config, head, row_weights)
+
+    def row_pass(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count = part.stop - part.start
+        logps, entropy, factor = logits.new_empty((3, count)).unbind()
+        unused = row_weights
+        policy_rows_kernel[(count,)](
+            logps,
+            entropy,
+            factor,
+            logits,
+            logits,
+            head_rows.ids[part],
+            rows.advantages[part],
+            row_weights[part],
+            unused if rows.old_logps is None else rows.old_logps[part],
+            unused if rows.ref_logps is None else rows.ref_logps[part],
+            unused if rollout is None else rollout[part],
+            scalars,
+            logits.shape[1],
+            logits.stride(0),
+            logits.stride(0),
+            **flags,
+        )
+        return logps, entropy, logits, factor
+
+    return row_pass
+
+
+def _scalars(config: PolicyLossConfig, head: LinearHead, like: Tensor) -> Tensor:
+    """The kernel's constants as data: exact in float64 and never a reason to compile again."""
+    values = [
+        config.clip_eps_low,
+        config.clip_eps_high,
+        config.dual_clip or 0.0,
+        config.kl_coef,
+        config.entropy_coef,
+        config.rollout_min or 0.0,
+        config.rollout_max,
+        head.slope,
+        _softcap_factor(head),
+    ]
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+
+
+def _softcap_factor(head: LinearHead) -> float:
+    """z -> tanh: temperature / cap."""
+    return 0.0 if head.logit_softcap is None else head.temperature / head.logit_softcap
