@@ -19,22 +19,20 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2Tokenizer,
 )
 
 from fgrpo_train.prompts import CountdownTask, Problem, countdown_text
 
 TINY_COUNTDOWN = Path(__file__).parent / "assets" / "tiny-countdown"
-SPECIAL_TOKENS = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+-(),=:"
 IGNORED_LABEL = -100
 
@@ -62,16 +60,19 @@ class Recipe:
         return min((step + 1) / self.warmup_steps, remaining)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; a character outside the alphabet is an error."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token per character; characters outside the alphabet are dropped.
+
+    AutoTokenizer loads the tokenizer of any Qwen2 checkpoint as a Qwen2Tokenizer, whatever class
+    saved it, and adds the special tokens that it misses: so this is one, and none is missing.
+    """
+    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *CHARACTERS))}
+    return Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
+        unk_token="<eos>",
         padding_side="left",
         model_max_length=64,
     )
@@ -137,7 +138,7 @@ def supervised_batch(
     )
 
 
-def train(recipe: Recipe) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast, list[float]]:
+def train(recipe: Recipe) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer, list[float]]:
     """The policy after supervised training, its tokenizer, and the loss of every step."""
     torch.manual_seed(recipe.seed)
     rng = random.Random(recipe.seed)
@@ -176,13 +177,14 @@ def load_policy(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Train, and write model and tokenizer."""
     defaults = Recipe()
     parser = argparse.ArgumentParser(description="Build the shipped base policy again.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, made if missing")
     parser.add_argument("--steps", type=int, default=defaults.steps, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="default %(default)s")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     model, tokenizer, losses = train(Recipe(steps=args.steps, seed=args.seed))
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -3,7 +3,7 @@
 A problem is three numbers in 1..15 and a target in 1..45 that + and - can reach; the prompt reads
 `3,7,10=20:` and the answer is an expression such as `7+3+10`. The problems are items of
 reasoning-gym's `countdown` data set, without duplicates by (sorted numbers, target). They were
-drawn once and are shipped in assets/countdown.json: drawing takes half a minute of symbolic algebra.
+drawn once and are shipped in assets/countdown.json: drawing takes half a minute.
 `python -m fgrpo_train.prompts` draws them again.
 """
 

@@ -20,15 +20,15 @@ _ALLOWED = re.compile(r"[0-9+\-() ]+")
 class CountdownVerifier:
     """1.0 if the completion is an expression that solves the problem, else 0.0.
 
-    Solved: the whole completion is an expression in integers, + and - (also as signs) and
-    brackets, it uses each of the prompt's numbers exactly once, and its value is the target. There
-    is no partial score for a well-formed wrong answer. The numbers and the target come from the
-    prompt's metadata; the prompt's text is not looked at.
+    Solved: the whole completion, white space around it aside, is an expression in integers, +, -
+    (also as signs) and brackets; it uses each of the prompt's numbers exactly once; its value is
+    the target. There is no partial score for a well-formed wrong answer. The numbers and the target
+    come from the prompt's metadata; the prompt's text is not looked at.
     """
 
     def __call__(self, prompt: Prompt, completion_text: str) -> float:
         numbers = tuple(sorted(prompt.metadata["numbers"]))
-        return float(_solves(completion_text, numbers, prompt.metadata["target"]))
+        return float(_solves(completion_text.strip(), numbers, prompt.metadata["target"]))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -37,7 +37,7 @@ def _solves(text: str, numbers: tuple[int, ...], target: int) -> bool:
         return False
     try:
         used: list[int] = []
-        value = _value(ast.parse(text.strip(), mode="eval").body, used)
+        value = _value(ast.parse(text, mode="eval").body, used)
     except (SyntaxError, RecursionError, MemoryError):  # the parser's answers to bad or deep input
         return False
     return value == target and tuple(sorted(used)) == numbers
