@@ -72,7 +72,7 @@ class SamplingSettings:
     """Logits are divided by it, in the sampler and in the loss."""
 
     max_new_tokens: int = 16
-    """Longer completions are cut; a cut one has no end and counts as wrong."""
+    """A completion is cut after so many tokens, and judged as it stands."""
 
     def __post_init__(self) -> None:
         _require("sampling.group_size", self.group_size >= 2, ">= 2", self.group_size)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from fgrpo_train.config import TrainConfig, config_yaml
+
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#94a3b8"
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 34
@@ -17,9 +19,10 @@ _CSS = """
 :root { color-scheme: light; }
 body { margin: 0; background: #f8fafc; color: #0f172a; font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1040px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; margin: 0 0 18px; }
+h1 { font-size: 26px; margin: 0; }
 h2 { font-size: 16px; margin: 0; }
 p { margin: 2px 0 8px; color: #64748b; font-size: 13.5px; min-height: 2.9em; }
+p.subtitle { min-height: 0; margin: 2px 0 18px; }
 .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 20px; }
 .tiles div, section { background: white; border: 1px solid #e2e8f0; border-radius: 10px; }
 .tiles div { flex: 1 1 150px; padding: 12px 16px; }
@@ -27,18 +30,16 @@ p { margin: 2px 0 8px; color: #64748b; font-size: 13.5px; min-height: 2.9em; }
 .tiles span { color: #64748b; font-size: 13px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 16px; }
 section { padding: 16px 18px; }
-section.wide { margin: 16px 0; }
 .legend { float: right; font-size: 13px; color: #475569; }
 .legend i { display: inline-block; width: 14px; height: 3px; margin: 0 5px 3px 14px;
   border-radius: 2px; }
 svg { width: 100%; display: block; }
 svg text { font-size: 11.5px; fill: #64748b; }
 svg .grid { stroke: #e8edf3; }
-.bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; margin: 12px 0 8px; }
-.keys { font-size: 13.5px; color: #475569; }
-.keys i { display: inline-block; width: 11px; height: 11px; border-radius: 3px;
-  margin: 0 6px -1px 0; }
-.keys span { margin-right: 20px; white-space: nowrap; }
+.row { display: flex; align-items: center; gap: 8px; font-size: 13.5px; color: #475569;
+  margin: 11px 0; white-space: nowrap; }
+.row span { width: 105px; }
+.row i { height: 18px; background: #2563eb; border-radius: 4px; min-width: 2px; }
 details { margin-top: 18px; } summary { cursor: pointer; color: #475569; }
 pre { background: white; border: 1px solid #e2e8f0; border-radius: 10px; padding: 14px;
   font-size: 13px; overflow-x: auto; }
@@ -62,7 +63,11 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, log2_x: bool = False) -
     if not points:
         return '<p class="none">no values</p>'
     xs, ys = zip(*points, strict=True)
-    x_ticks = sorted(set(xs)) if log2_x else [x for x in ticks(min(xs), max(xs), 6) if x <= max(xs)]
+    x_ticks = (
+        sorted(set(xs))
+        if log2_x
+        else [x for x in ticks(min(xs), max(xs), 6) if min(xs) <= x <= max(xs)]
+    )
     y_ticks = ticks(min(0.0, *ys), max(ys), 5)
     x_scale = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log2=log2_x)
     y_scale = _scale(y_ticks[0], max(y_ticks[-1], *ys), HEIGHT - BOTTOM, TOP)
@@ -111,21 +116,27 @@ def _scale(low: float, high: float, start: float, end: float, *, log2: bool = Fa
 
 
 def render_report(
-    name: str, summary: dict[str, Any], records: Sequence[dict[str, Any]], config_yaml: str
+    name: str, config: TrainConfig, summary: dict[str, Any], records: Sequence[dict[str, Any]]
 ) -> str:
     """The page: what rose, the curves of training, where the time went, the settings."""
+    loss = config.loss
+    subtitle = (
+        f"policy {escape(config.policy.path)} &middot; {loss.surrogate}, {loss.reduction}, "
+        f"focal gamma {loss.focal_gamma:g} &middot; {config.data.prompts_per_step} prompts x "
+        f"{config.sampling.group_size} completions a step &middot; seed {config.run.seed}"
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}</style></head>
 <body><main>
-<h1>{escape(name)}</h1>
+<h1>{escape(name)}</h1><p class="subtitle">{subtitle}</p>
 <div class="tiles">{_tiles(summary)}</div>
 <div class="cards">
 {_pass_at_k_card(summary)}
 {_training_cards(summary, records)}
+{_time_card(records)}
 </div>
-<section class="wide"><h2>Where the time of a step goes</h2>{_time_bar(records)}</section>
-<details><summary>Settings (config.yaml)</summary><pre>{escape(config_yaml)}</pre></details>
+<details><summary>Settings (config.yaml)</summary><pre>{escape(config_yaml(config))}</pre></details>
 </main></body></html>
 """
 
@@ -133,11 +144,15 @@ def render_report(
 def _tiles(summary: dict[str, Any]) -> str:
     start, end = summary["success_start"], summary["success_end"]
     minutes, seconds = divmod(round(summary["wall_seconds"]), 60)
+    solutions = (
+        f"{summary['distinct_correct_start']:.1f} &rarr; {summary['distinct_correct_end']:.1f}"
+    )
+    held_out, samples = summary["held_out_prompts"], summary["samples_per_prompt"]
     tiles = [
-        ("held-out success", f"{start:.1%} &rarr; {end:.1%}"),
+        (f"success on {held_out} held-out prompts", f"{start:.1%} &rarr; {end:.1%}"),
         ("change", f"{100 * (end - start):+.1f} points"),
-        ("steps", f"{summary['steps']}"),
-        ("time", f"{minutes} min {seconds} s"),
+        (f"different right answers in {samples} tries", solutions),
+        (f"for {summary['steps']} steps", f"{minutes} min {seconds} s"),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB"),
     ]
     return "".join(f"<div><b>{value}</b><span>{label}</span></div>" for label, value in tiles)
@@ -205,29 +220,23 @@ def _smoothed(records: Sequence[dict[str, Any]], key: str, name: str) -> list[Cu
     ]
 
 
-def _time_bar(records: Sequence[dict[str, Any]]) -> str:
-    """Mean seconds of each phase, as a bar and in words."""
+def _time_card(records: Sequence[dict[str, Any]]) -> str:
+    """Mean time of each phase of a step as horizontal bars."""
     if not records:
         return ""
-    mean = {
-        phase: sum(record["seconds"][phase] for record in records) / len(records)
-        for phase in records[-1]["seconds"]
-    }
+    phases = [record["seconds"] for record in records]
+    mean = {phase: sum(s[phase] for s in phases) / len(phases) for phase in phases[-1]}
     total, loss = mean.pop("total"), mean.pop("loss")
-    mean["update"] -= loss
-    parts = {"loss head": loss, **mean}
-    parts["rest"] = max(total - sum(parts.values()), 0.0)
-    colours = dict(zip(parts, _PALETTE, strict=False))
-    bar = "".join(
-        f'<div style="width:{100 * s / total:.2f}%;background:{colours[p]}"></div>'
-        for p, s in parts.items()
+    update = mean.pop("update") - loss
+    parts = {"loss head": loss, "rest of update": update, **mean}
+    longest = max(parts.values())
+    rows = "".join(
+        f'<div class="row"><span>{escape(phase)}</span>'
+        f'<i style="width:{50 * seconds / longest:.1f}%"></i>'
+        f"{1000 * seconds:.3g} ms ({seconds / total:.0%})</div>"
+        for phase, seconds in sorted(parts.items(), key=lambda item: -item[1])
     )
-    keys = "".join(
-        f'<span><i style="background:{colours[p]}"></i>'
-        f"{p} {1000 * s:.0f} ms ({s / total:.0%})</span>"
-        for p, s in parts.items()
+    return (
+        "<section><h2>Where the time of a step goes</h2>"
+        f"<p>Mean of {len(records)} steps, {1000 * total:.0f} ms each.</p>{rows}</section>"
     )
-    return f'<div class="bar">{bar}</div><div class="keys">{keys}</div>'
-
-
-_PALETTE = ["#ea580c", "#2563eb", "#0d9488", "#9333ea", "#0ea5e9", "#ca8a04", "#cbd5e1", "#64748b"]

@@ -56,7 +56,7 @@ def progress_bar(title: str, total: int, *, unit: str, initial: int = 0) -> tqdm
         unit=unit,
         mininterval=0.2 if sys.stderr.isatty() else 10.0,
         bar_format="{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit}s "
-        "[{elapsed} < {remaining}] {postfix}",
+        "[{elapsed} < {remaining}{postfix}]",
     )
 
 
@@ -84,12 +84,16 @@ def peak_memory_bytes() -> int:
 def make_summary(
     start: dict[str, Any], end: dict[str, Any], *, steps: int, wall_seconds: float
 ) -> dict[str, Any]:
-    """The content of summary.json; `start` and `end` hold "success" and "pass_at_k"."""
+    """The content of summary.json; `start` and `end` are the evaluations, pass@k by str(k)."""
     return {
         "success_start": start["success"],
         "success_end": end["success"],
         "pass_at_k_start": start["pass_at_k"],
         "pass_at_k_end": end["pass_at_k"],
+        "distinct_correct_start": start["distinct_correct"],
+        "distinct_correct_end": end["distinct_correct"],
+        "held_out_prompts": end["num_prompts"],
+        "samples_per_prompt": end["samples_per_prompt"],
         "steps": steps,
         "wall_seconds": round(wall_seconds, 1),
         "peak_memory_bytes": peak_memory_bytes(),
@@ -99,9 +103,7 @@ def make_summary(
 def finish(folder: RunFolder, config: TrainConfig, summary: dict[str, Any]) -> str:
     """Write summary.json and report.html; returns the summary for the terminal."""
     write_whole(folder.summary, json.dumps(summary, indent=2) + "\n")
-    report = render_report(
-        folder.path.name, summary, folder.read_metrics(), folder.config.read_text()
-    )
+    report = render_report(folder.path.name, config, summary, folder.read_metrics())
     write_whole(folder.report, report)
     return terminal_summary(folder, config, summary)
 
@@ -129,11 +131,13 @@ def terminal_summary(folder: RunFolder, config: TrainConfig, summary: dict[str, 
     ]
     lines = [
         "",
-        f"Success on held-out prompts {verb} from {start:.1%} to {end:.1%} "
-        f"in {summary['steps']} steps and {duration(summary['wall_seconds'])}.",
+        f"Success on {summary['held_out_prompts']} held-out prompts {verb} from {start:.1%} to "
+        f"{end:.1%} in {summary['steps']} steps and {duration(summary['wall_seconds'])}.",
         "",
         f"  {'':9} {'before':>8} {'after':>8}",
         *rows,
+        f"  {'answers':9} {summary['distinct_correct_start']:8.1f} "
+        f"{summary['distinct_correct_end']:8.1f}   different right answers per prompt",
         "",
         f"Files in {folder.path}/",
         "  report.html     curves: open it in a browser",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fgrpo_train.command_line import parse_command
-from fgrpo_train.config import ConfigError, TrainConfig, find_policy
-from fgrpo_train.run_folder import RunFolder
+# Before torch is loaded: threads that wait by spinning make a step of this small model twenty times
+# slower as soon as another program wants one of the cores; threads that sleep hardly lose.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from fgrpo_train.command_line import parse_command  # noqa: E402
+from fgrpo_train.config import ConfigError, TrainConfig, find_policy  # noqa: E402
+from fgrpo_train.run_folder import RunFolder  # noqa: E402
 
 if TYPE_CHECKING:
     from fgrpo_train.trainer import Trainer
@@ -51,6 +56,8 @@ def main(argv: list[str]) -> int:
 
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load the policy, start DeepSpeed, and put the parts of the run together."""
+    import transformers
+
     from fgrpo_train.base_policy import load_policy
     from fgrpo_train.learner import Learner
     from fgrpo_train.prompts import CountdownTask
@@ -58,6 +65,7 @@ def build_trainer(config: TrainConfig) -> Trainer:
     from fgrpo_train.rollout import HFEngine
     from fgrpo_train.trainer import Trainer
 
+    transformers.utils.logging.disable_progress_bar()  # the bars are those of the run's phases
     model, tokenizer = load_policy(find_policy(config.policy.path))
     learner = Learner(model, config)
     task = CountdownTask()

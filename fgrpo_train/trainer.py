@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from fgrpo_train.evaluation import evaluate
 from fgrpo_train.learner import Denominators, Learner, Update
 from fgrpo_train.prompts import Prompt, prompt_batch
 from fgrpo_train.reporting import Reporter, finish, make_summary, progress_bar
-from fgrpo_train.rewards import CountdownVerifier, score
+from fgrpo_train.rewards import Verifier, score
 from fgrpo_train.rollout import RolloutEngine, Rollouts, Sampling
 from fgrpo_train.run_folder import RunFolder
 from fgrpo_train.selection import drop_inactive
@@ -53,7 +53,7 @@ class Trainer:
     learner: Learner
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
-    verifier: CountdownVerifier
+    verifier: Verifier
     train_prompts: list[Prompt]
     held_out_prompts: list[Prompt]
 
@@ -170,7 +170,10 @@ class Trainer:
         } | {name: _total(pairs) for name, pairs in loss_sums.items()}
         # A process's loss is its part of the global sum, so the processes' losses add up.
         sums = self.learner.sum_over_ranks(
-            {"tokens": means["completion_length"][0], "loss": sum(float(o.loss) for o in outputs)}
+            {
+                "tokens": means["completion_length"][0],
+                "loss": sum(float(o.loss.detach()) for o in outputs),
+            }
         )
         return {
             "step": step + 1,
@@ -196,10 +199,9 @@ class Trainer:
                 sampling=self.sampling,
                 seed=EVALUATION_SEED,
                 ks=settings.ks,
-                progress=bar.update,
+                progress=lambda done, _: bar.update(done - bar.n),
             )
-        pass_at_k = {str(k): value for k, value in result.pass_at_k.items()}
-        return {"success": result.success, "pass_at_k": pass_at_k}
+        return asdict(result) | {"pass_at_k": {str(k): p for k, p in result.pass_at_k.items()}}
 
 
 def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
