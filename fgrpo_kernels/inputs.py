@@ -338,7 +338,7 @@ def _positive(
         return value
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
         raise ValueError(f"{name}: expected a finite number > 0, received {value!r}")
-    return torch.tensor(float(value), dtype=torch.float64, device=device)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -33,9 +33,9 @@ DEVICE_CHUNK_BYTES = 2 * 2**30
 Coefficients = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(rows, logps, entropy) -> (dL/dlogp, dL/dentropy or None) of these rows."""
 
-RowPass = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""(logits of these rows, rows) -> (logps, entropy, E, g) with dL/dlogits = diag(g) E; the logits'
-buffer may be overwritten and returned as E."""
+RowPass = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(logits of these rows, rows, out) -> (logps, entropy, g); writes E into `out`, which may be the
+logits' buffer, with dL/dlogits = diag(g) E."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,9 @@ class ChunkPass:
         self._first = True
         like: dict[str, Any] = {"dtype": head.dtype, "device": hidden.device}
         self._logits = torch.empty(self.size, head.vocab_size, **like)
+        self._e = self._logits
+        if self._products.storage_dtype != head.dtype:
+            self._e = torch.empty_like(self._logits, dtype=self._products.storage_dtype)
         self._dhidden = torch.empty(self.size, hidden.shape[1], **like)
 
     def x(self, part: slice) -> Tensor:
@@ -102,6 +105,12 @@ class ChunkPass:
 
     def logits(self, x: Tensor) -> Tensor:
         return self._products.logits(x, self._logits[: len(x)])
+
+    def e(self, x: Tensor, *, apart: bool = False) -> Tensor:
+        """Where a chunk's E goes: in place of its logits where the types agree, unless `apart`."""
+        if apart and self._e is self._logits:
+            self._e = torch.empty_like(self._logits)
+        return self._e[: len(x)]
 
     def add_gradients(
         self, wanted: HeadGradients, part: slice, x: Tensor, e: Tensor, g: Tensor
@@ -135,7 +144,8 @@ def head_pass(
     for part in chunks(num_active, run.size):
         assert row_pass is not None
         x = run.x(part)
-        logps[part], entropy[part], e, g = row_pass(run.logits(x), part)
+        e = run.e(x)
+        logps[part], entropy[part], g = row_pass(run.logits(x), part, e)
         run.add_gradients(wanted, part, x, e, g)
     for part in chunks(len(rows) - num_active, run.size, num_active):
         logits = run.logits(run.x(part))
@@ -150,11 +160,11 @@ def split_row_pass(
     """Statistics, then the coefficients from any function of them, then E and g."""
     ops = rows.row_ops
 
-    def row_pass(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def row_pass(logits: Tensor, part: slice, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         stats = ops.row_statistics(logits, rows.ids[part], head, keep_logits=entropy_gradient)
         dlogps, dentropy = coefficients(part, stats.logps, stats.entropy)
-        e, g = ops.row_gradient(logits, stats, dlogps, dentropy, head)
-        return stats.logps, stats.entropy, e, g
+        g = ops.row_gradient(logits, stats, dlogps, dentropy, head, out)
+        return stats.logps, stats.entropy, g
 
     return row_pass
 

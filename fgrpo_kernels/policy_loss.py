@@ -62,7 +62,8 @@ def is_row_local(
     """Whether a row's gradient coefficient follows from that row, up to one global scalar."""
     if objective is not None and not getattr(objective, "row_local", True):
         return False
-    if objective is None and config.ratio_level == "sequence" and has_old_logps:
+    uses_ratio = objective is None and config.surrogate != "reinforce"
+    if uses_ratio and config.ratio_level == "sequence" and has_old_logps:
         return False
     if config.rollout_correction is None or has_old_logps:
         return True

@@ -203,8 +203,9 @@ class _KeptChunk:
         return self._stats.logps.clone(), self._stats.entropy.clone()
 
     def backward(self, wanted: HeadGradients, dlogps: Tensor, dentropy: Tensor | None) -> None:
-        e, g = self._rows.row_ops.row_gradient(
-            self._buffer, self._stats, dlogps, dentropy, self._head
+        e = self._run.e(self._x)
+        g = self._rows.row_ops.row_gradient(
+            self._buffer, self._stats, dlogps, dentropy, self._head, e
         )
         self._run.add_gradients(wanted, slice(0, len(self._rows)), self._x, e, g)
 
@@ -236,15 +237,14 @@ class _UnitGradients:
             )
             logps[part], entropy[part] = stats.logps, stats.entropy
             one, zero = torch.ones_like(stats.logps), torch.zeros_like(stats.logps)
+            e = run.e(x, apart=self._of_entropy is not None)
             if self._of_entropy is None:
-                e, g = ops.row_gradient(logits, stats, one, None, head)
+                g = ops.row_gradient(logits, stats, one, None, head, e)
                 run.add_gradients(self._of_logps, part, x, e, g)
                 continue
-            out = torch.empty_like(logits)
-            e, g = ops.row_gradient(logits, stats, one, zero, head, out)
-            run.add_gradients(self._of_logps, part, x, e, g)
-            e, g = ops.row_gradient(logits, stats, zero, one, head, out)
-            run.add_gradients(self._of_entropy, part, x, e, g)
+            for unit, pair in ((self._of_logps, (one, zero)), (self._of_entropy, (zero, one))):
+                g = ops.row_gradient(logits, stats, *pair, head, e)
+                run.add_gradients(unit, part, x, e, g)
         return logps, entropy
 
     def backward(self, wanted: HeadGradients, dlogps: Tensor, dentropy: Tensor | None) -> None:

@@ -105,18 +105,24 @@ def row_gradient(
     dlogps: Tensor,
     dentropy: Tensor | None,
     head: LinearHead,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(E, g) with dL/dlogits = diag(g) E, from what `row_statistics` left in `buffer`: E itself, or
-    with `keep_logits` the logits, which an entropy gradient (`dentropy` given) needs. E is written
-    to `out`, by default `buffer`."""
-    out = buffer if out is None else out
-    if dentropy is None:
-        target = -rows.rest if rows.target_slope is None else -rows.rest * rows.target_slope
+    out: Tensor,
+) -> Tensor:
+    """g (C,), and E into `out`, with dL/dlogits = diag(g) E.
+
+    `buffer` is what `row_statistics` left: E but for its target column, or with `keep_logits` the
+    logits, which an entropy gradient (`dentropy` given) needs. `out` may be `buffer`; a narrower
+    `out` gets E / (e + S), whose entries are in [-1, 1].
+    """
+    if dentropy is not None:
+        _write_dlogits(buffer, rows, dlogps, dentropy, head, out)
+        return torch.full_like(rows.total, head.slope)
+    target = -rows.rest if rows.target_slope is None else -rows.rest * rows.target_slope
+    if out.data_ptr() == buffer.data_ptr():
         out.scatter_(1, rows.ids[:, None], target[:, None])
-        return out, -dlogps * head.slope / rows.total
-    _write_dlogits(buffer, rows, dlogps, dentropy, head, out)
-    return out, torch.full_like(rows.total, head.slope)
+        return -dlogps * head.slope / rows.total
+    torch.mul(buffer, (1 / rows.total)[:, None], out=out)
+    out.scatter_(1, rows.ids[:, None], (target / rows.total)[:, None].to(out.dtype))
+    return -dlogps * head.slope
 
 
 def _write_dlogits(
@@ -148,7 +154,7 @@ def _write_dlogits(
     target = torch.where(probs > 0, target - bonus, target)
     if rows.target_slope is not None:
         target = target * rows.target_slope
-    out.scatter_(1, rows.ids[:, None], target[:, None])
+    out.scatter_(1, rows.ids[:, None], target[:, None].to(out.dtype))
 
 
 def _lowest_exponent(dtype: torch.dtype) -> float:

@@ -47,10 +47,8 @@ def _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.constexpr)
     tokens keep their precision."""
     target = tl.load(logits_ptr + row_start + target_id)
     m = target
-    s = target * 0.0
-    moment = target * 0.0
-    s = tl.where(s == s, s, 0.0)  # a target of -inf is a forbidden token, not an error
-    moment = tl.where(moment == moment, moment, 0.0)
+    s = tl.full((), 0.0, target.dtype)
+    moment = tl.full((), 0.0, target.dtype)
     for start in range(0, n_cols, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         inside = (cols < n_cols) & (cols != target_id)
@@ -61,7 +59,7 @@ def _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.constexpr)
     total = e + s
     log_total = tl.where(e >= s, shifted + log1p(s / e), tl.log(total))
     logp = tl.where(shifted < -60.0, shifted - log_total, -log1p(s / e))
-    entropy = log_total - (moment + tl.where(e > 0, e * shifted, e)) / total
+    entropy = log_total - (moment + e * tl.where(e > 0, shifted, 0.0)) / total
     return logp, entropy, m, s, total
 
 
@@ -273,9 +271,9 @@ def policy_rows_kernel(
 
 
 def launch_options(vocab_size: int) -> dict[str, int]:
-    """Tile and warps by vocabulary: a large one keeps 4 fp32 elements a thread in flight eight
-    times; a small one is a single tile."""
-    block = min(8192, max(128, triton.next_power_of_2(vocab_size)))
+    """Tile and warps by vocabulary: 16 elements a thread for a large one (more would spill), a
+    single tile for a small one."""
+    block = min(4096, max(128, triton.next_power_of_2(vocab_size)))
     return {"BLOCK_V": block, "num_warps": 8 if block >= 4096 else 4}
 
 
@@ -288,7 +286,7 @@ def row_statistics(
         row_statistics_kernel[(len(ids),)](
             stats,
             logits,
-            ids,
+            ids.contiguous(),
             len(ids),
             logits.shape[1],
             logits.stride(0),
@@ -304,17 +302,16 @@ def row_gradient(
     dlogps: Tensor,
     dentropy: Tensor | None,
     head: LinearHead,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `torch_rows.row_gradient`: (E, g) with dL/dlogits = diag(g) E."""
-    out = buffer if out is None else out
+    out: Tensor,
+) -> Tensor:
+    """As `torch_rows.row_gradient`; `buffer` are the logits."""
     stats = torch.stack((rows.logps, rows.entropy, rows.maximum, rows.rest, rows.total))
     dlogps = dlogps.contiguous()
     if len(rows.ids):
         row_gradient_kernel[(len(rows.ids),)](
             out,
             buffer,
-            rows.ids,
+            rows.ids.contiguous(),
             stats,
             dlogps,
             dlogps if dentropy is None else dentropy.contiguous(),
@@ -327,9 +324,7 @@ def row_gradient(
             HAS_SOFTCAP=head.logit_softcap is not None,
             **launch_options(buffer.shape[1]),
         )
-    if dentropy is None:
-        return out, -head.slope * dlogps
-    return out, torch.full_like(dlogps, head.slope)
+    return -head.slope * dlogps if dentropy is None else torch.full_like(dlogps, head.slope)
 
 
 def policy_row_pass(
@@ -356,29 +351,33 @@ def policy_row_pass(
 
     scalars = _scalars(config, head, row_weights)
 
-    def row_pass(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def row_pass(logits: Tensor, part: slice, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         count = part.stop - part.start
         logps, entropy, factor = logits.new_empty((3, count)).unbind()
-        unused = row_weights
         policy_rows_kernel[(count,)](
             logps,
             entropy,
             factor,
+            out,
             logits,
-            logits,
-            head_rows.ids[part],
-            rows.advantages[part],
-            row_weights[part],
-            unused if rows.old_logps is None else rows.old_logps[part],
-            unused if rows.ref_logps is None else rows.ref_logps[part],
-            unused if rollout is None else rollout[part],
+            *(
+                row_weights if row is None else row[part].contiguous()
+                for row in (
+                    head_rows.ids,
+                    rows.advantages,
+                    row_weights,
+                    rows.old_logps,
+                    rows.ref_logps,
+                    rollout,
+                )
+            ),
             scalars,
             logits.shape[1],
-            logits.stride(0),
+            out.stride(0),
             logits.stride(0),
             **flags,
         )
-        return logps, entropy, logits, factor
+        return logps, entropy, factor
 
     return row_pass
 
