@@ -1,5 +1,6 @@
 """Every combination of the objective's options, with inputs, for the tests that walk them all."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from fgrpo_kernels import PolicyLossConfig
@@ -41,7 +43,7 @@ class Case:
         return {**self.inputs.arguments(), **self.extra, "config": self.config}
 
 
-def cases(outer: str) -> Iterator[Case]:
+def cases(outer: str, batch: int = 4, length: int = 5) -> Iterator[Case]:
     """Entropy x correction x mask x old_logps for one member of OUTER.
 
     What is not part of the grid (bias, soft-cap, dual clip, token weights, per-token advantages,
@@ -74,7 +76,9 @@ def cases(outer: str) -> Iterator[Case]:
             logit_scale=draw.choice((1.0, 1.3)),
             logit_softcap=draw.choice((None, 3.0)),
         )
-        inputs = make_inputs(4, 5, 6, 11, group_size=2, dtype=torch.float64, seed=draw.randrange(9))
+        inputs = make_inputs(
+            batch, length, 6, 11, group_size=2, dtype=torch.float64, seed=draw.randrange(9)
+        )
         extra: dict[str, Any] = {}
         if draw.random() < 0.3:
             extra = {"global_valid_tokens": 31, "global_sequences": torch.tensor(9.0)}
@@ -90,10 +94,10 @@ def cases(outer: str) -> Iterator[Case]:
             bias = torch.randn(11, generator=generator, dtype=torch.float64)
             inputs = replace(inputs, lm_head_bias=bias.requires_grad_(draw.random() < 0.8))
         if draw.random() < 0.5:
-            factors = 0.5 + torch.rand(4, 5, generator=generator, dtype=torch.float64)
+            factors = 0.5 + torch.rand(batch, length, generator=generator, dtype=torch.float64)
             inputs = replace(inputs, token_weights=factors.requires_grad_(draw.random() < 0.8))
         if draw.random() < 0.3:
-            per_token = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+            per_token = torch.randn(batch, length, generator=generator, dtype=torch.float64)
             inputs = replace(inputs, advantages=per_token)
         if draw.random() < 0.2:
             inputs.lm_head_weight.requires_grad_(False)
@@ -137,3 +141,18 @@ def given_logps(logps: Any, dtype: torch.dtype = torch.float64) -> GivenLogps:
     hidden = torch.stack([logps, other], -1).requires_grad_()
     ids = torch.zeros(logps.shape, dtype=torch.int64)
     return GivenLogps(logps, hidden, torch.eye(2, dtype=dtype), ids)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN: an output that is not written fails loudly."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill

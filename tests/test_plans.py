@@ -7,7 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import CORRECTIONS, LEVELS, REDUCTIONS, SURROGATES, assert_same, given_logps
+from loss_cases import (
+    CORRECTIONS,
+    LEVELS,
+    REDUCTIONS,
+    SURROGATES,
+    assert_same,
+    given_logps,
+    poisoned_memory,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -361,14 +369,15 @@ def laid_out(inputs, layout):
 def test_any_shape_stride_and_chunk_equals_reference(call):
     inputs, config, layout, return_logps = call
     expected = focal_policy_loss(**inputs.arguments(), config=config, impl="reference")
-    actual = focal_policy_loss(
-        **laid_out(inputs, layout), config=config, impl="torch", return_logps=return_logps
-    )
+    leaves = list(inputs.leaves().values())
+    with poisoned_memory():
+        actual = focal_policy_loss(
+            **laid_out(inputs, layout), config=config, impl="torch", return_logps=return_logps
+        )
+        grads = torch.autograd.grad(actual.loss, leaves)
     assert_same("loss", actual.loss, expected.loss)
     if return_logps:
         assert_same("logps", actual.logps.reshape(expected.logps.shape), expected.logps)
         assert_same("entropy", actual.entropy.reshape(expected.entropy.shape), expected.entropy)
-    leaves = list(inputs.leaves().values())
-    grads = torch.autograd.grad(actual.loss, leaves)
     for grad, value in zip(grads, torch.autograd.grad(expected.loss, leaves), strict=True):
         assert_same("gradient", grad, value)

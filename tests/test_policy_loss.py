@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
-from loss_cases import OUTER, assert_same, cases, given_logps, gradients
+from loss_cases import OUTER, assert_same, cases, given_logps, gradients, poisoned_memory
 from oracle import policy_loss_oracle
 from torch.utils.checkpoint import checkpoint
 
@@ -44,9 +44,10 @@ def test_torch_equals_reference(outer):
         expected, expected_grads = evaluate(
             case.inputs, upstream=upstream, config=case.config, impl="reference", **case.extra
         )
-        actual, grads = evaluate(
-            case.inputs, upstream=upstream, config=config, impl="torch", **case.extra
-        )
+        with poisoned_memory():
+            actual, grads = evaluate(
+                case.inputs, upstream=upstream, config=config, impl="torch", **case.extra
+            )
         for field in ("loss", "per_token_loss", "logps", "entropy"):
             assert_same(f"{case.name} {field}", getattr(actual, field), getattr(expected, field))
         for name, grad in grads.items():

@@ -4,12 +4,20 @@ import itertools
 
 import pytest
 import torch
-from loss_cases import assert_same
+from loss_cases import assert_same, poisoned_memory
 
 from fgrpo_kernels import token_logps
 from fgrpo_kernels.testing import assert_error_rule, make_inputs
 
 IMPLS = ["reference", "torch"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    with poisoned_memory():
+        yield
+
+
 HEADS = {
     "plain": {},
     "temperature": {"temperature": 0.6},
