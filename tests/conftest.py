@@ -1,7 +1,11 @@
-"""Settings that must hold before anything imports triton, and test selection by device."""
+"""Settings that must hold before torch and triton are imported, and test selection by device."""
 
 import os
 import sys
+
+# Two threads that wait for each other over a tensor of a few hundred numbers only lose time, and on
+# a busy machine they lose minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
