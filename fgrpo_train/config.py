@@ -136,7 +136,7 @@ class EvaluationSettings:
 class RunSettings:
     """The run as a whole."""
 
-    steps: int = 120
+    steps: int = 100
     """Training steps: each draws prompts, samples, scores and updates."""
 
     seed: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -39,16 +40,15 @@ def main(argv: list[str]) -> int:
 
         train(build_trainer(command.config), folder, started=started)
     except ConfigError as error:
-        print(f"run.py: error: {error}", file=sys.stderr)
+        _say(f"run.py: error: {error}")
         return 2
     except KeyboardInterrupt:
         if folder is None or not folder.path.exists():
-            print("\nStopped before the run began.", file=sys.stderr)
+            _say("\nStopped before the run began.")
         else:
-            print(
+            _say(
                 f"\nStopped; finished steps are saved. Go on with:\n"
-                f"  deepspeed fgrpo_train/run.py --resume {folder.path}",
-                file=sys.stderr,
+                f"  deepspeed fgrpo_train/run.py --resume {shlex.quote(str(folder.path))}"
             )
         return 130
     return 0
@@ -78,6 +78,12 @@ def build_trainer(config: TrainConfig) -> Trainer:
         train_prompts=task.train_prompts(tokenizer),
         held_out_prompts=task.held_out_prompts(tokenizer),
     )
+
+
+def _say(text: str) -> None:
+    """One process speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

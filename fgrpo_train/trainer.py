@@ -5,13 +5,13 @@ prompts -> rollout -> rewards -> advantages -> selection -> loss -> step
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -107,8 +107,7 @@ class Trainer:
 
     def sample(self, prompts: list[Prompt], step: int) -> Rollouts:
         """A group of completions for each prompt; drawn from run, step and process alone."""
-        key = (self.config.run.seed, step, self.learner.rank)
-        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        seed = random.Random(f"{self.config.run.seed}/{step}/{self.learner.rank}").getrandbits(63)
         return self.engine.generate(
             prompts, group_size=self.config.sampling.group_size, sampling=self.sampling, seed=seed
         )
@@ -190,6 +189,10 @@ class Trainer:
         settings = self.config.evaluation
         prompts = self.held_out_prompts[: settings.max_prompts]
         with progress_bar(title, len(prompts), unit="prompt") as bar:
+
+            def show(prompts_done: int, _: int) -> None:
+                bar.update(prompts_done - bar.n)
+
             result = evaluate(
                 self.engine,
                 prompts,
@@ -199,7 +202,7 @@ class Trainer:
                 sampling=self.sampling,
                 seed=EVALUATION_SEED,
                 ks=settings.ks,
-                progress=lambda done, _: bar.update(done - bar.n),
+                progress=show,
             )
         return asdict(result) | {"pass_at_k": {str(k): p for k, p in result.pass_at_k.items()}}
 
@@ -219,17 +222,24 @@ def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
     reporter = None
     if learner.rank == 0:
         folder.open(config)
+        print(
+            f"{folder.path}/: {config.run.steps} steps of {config.data.prompts_per_step} prompts x "
+            f"{config.sampling.group_size} completions. Stop it with Ctrl-C at any time."
+        )
         saved = saved or {"before": trainer.evaluate("held out, before"), "wall_seconds": 0.0}
         started -= saved["wall_seconds"]
         reporter = Reporter(folder, steps=config.run.steps, finished=finished)
-    for step in range(finished, config.run.steps):
-        record = trainer.step(step)
+    try:
+        for step in range(finished, config.run.steps):
+            record = trainer.step(step)
+            if reporter:
+                reporter.step(record)
+                saved["wall_seconds"] = time.monotonic() - started
+                save_checkpoint(folder.checkpoints, step + 1, learner.save, saved)
+    finally:
         if reporter:
-            reporter.step(record)
-            saved["wall_seconds"] = time.monotonic() - started
-            save_checkpoint(folder.checkpoints, step + 1, learner.save, saved)
+            reporter.close()
     if reporter:
-        reporter.close()
         after = trainer.evaluate("held out, after")
         learner.model.save_pretrained(folder.policy)
         trainer.tokenizer.save_pretrained(folder.policy)

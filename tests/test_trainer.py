@@ -117,9 +117,17 @@ def test_the_record_of_a_step_is_what_its_parts_say():
     assert record["tokens_per_second"] == pytest.approx(float(lengths.sum()) / seconds["total"])
 
 
+def test_the_sampler_has_the_learners_weights_in_every_step():
+    """fp32: 1e-5; a sampler one step behind would be off by about the learning rate."""
+    trainer = build_trainer(build(SMALL | {"optimisation.learning_rate": 5e-3}))
+    gaps = [trainer.step(step)["sampler_gap"] for step in range(3)]
+    assert max(gaps) < 1e-5
+
+
 def test_a_step_without_any_verdict_changes_nothing_it_should_not_and_says_so():
-    trainer = build_trainer(build(SMALL))
-    object.__setattr__(trainer, "verifier", lambda prompt, text: None)
+    trainer = dataclasses.replace(
+        build_trainer(build(SMALL)), verifier=lambda prompt, completion_text: None
+    )
     before = torch.nn.utils.parameters_to_vector(trainer.learner.model.parameters()).clone()
     record = trainer.step(0)
     after = torch.nn.utils.parameters_to_vector(trainer.learner.model.parameters())
