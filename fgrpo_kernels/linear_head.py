@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fgrpo_kernels import torch_rows
 from fgrpo_kernels.head import HeadProducts, LinearHead
+from fgrpo_kernels.workspace import chunk_buffer
 
 CPU_CHUNK_BYTES = 256 * 2**20
 DEVICE_CHUNK_BYTES = 2 * 2**30
@@ -44,7 +45,7 @@ class HeadRows:
 
     index: (n,) int64 into hidden, or None when it is 0 ... n-1 of all rows. ids: (n,).
     num_active: the first num_active rows may have a non-zero coefficient.
-    row_ops: `torch_rows` or `triton_rows`.
+    row_ops: `torch_rows` or `triton_rows`. with_entropy: whether rows without a gradient need it.
     """
 
     index: Tensor | None
@@ -52,6 +53,7 @@ class HeadRows:
     num_active: int
     max_chunk_bytes: int | None
     row_ops: ModuleType = torch_rows
+    with_entropy: bool = True
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -74,26 +76,30 @@ def chunk_rows(head: LinearHead, max_chunk_bytes: int | None) -> int:
     return count if count < 128 else count // 128 * 128
 
 
+def chunk_shape(head: LinearHead, rows: HeadRows) -> tuple[int, int]:
+    """Of the largest chunk's logits."""
+    pieces = -(-len(rows) // chunk_rows(head, rows.max_chunk_bytes))
+    return -(-len(rows) // max(1, pieces)), head.vocab_size
+
+
 def chunks(count: int, size: int, offset: int = 0) -> Iterator[slice]:
     """Slices of at most `size` rows, of nearly equal length."""
-    pieces = -(-count // size)
+    pieces = -(-count // max(1, size))
     for piece in range(pieces):
         start, stop = piece * count // pieces, (piece + 1) * count // pieces
         yield slice(offset + start, offset + stop)
 
 
 class ChunkPass:
-    """The buffers of one pass and what is done to a chunk of rows."""
+    """The buffers of one pass and what is done to a chunk of rows; `logits` is (size, V)."""
 
-    def __init__(self, head: LinearHead, hidden: Tensor, rows: HeadRows) -> None:
-        self.size = min(max(1, len(rows)), chunk_rows(head, rows.max_chunk_bytes))
-        self.device = hidden.device
+    def __init__(self, head: LinearHead, hidden: Tensor, rows: HeadRows, logits: Tensor) -> None:
+        self.size = len(logits)
         self._hidden, self._index = hidden.detach(), rows.index
         self._products = HeadProducts(head)
         self._first = True
         like: dict[str, Any] = {"dtype": head.dtype, "device": hidden.device}
-        self._logits = torch.empty(self.size, head.vocab_size, **like)
-        self._e = self._logits
+        self._logits = self._e = logits
         if self._products.storage_dtype != head.dtype:
             self._e = torch.empty_like(self._logits, dtype=self._products.storage_dtype)
         self._dhidden = torch.empty(self.size, hidden.shape[1], **like)
@@ -139,18 +145,21 @@ def head_pass(
     """Log-probs and entropies (n,) of all rows; with `row_pass`, gradients of the active ones into
     `wanted`."""
     logps, entropy = torch.empty((2, len(rows)), dtype=head.dtype, device=hidden.device).unbind()
-    run = ChunkPass(head, hidden, rows)
     num_active = 0 if row_pass is None else rows.num_active
-    for part in chunks(num_active, run.size):
-        assert row_pass is not None
-        x = run.x(part)
-        e = run.e(x)
-        logps[part], entropy[part], g = row_pass(run.logits(x), part, e)
-        run.add_gradients(wanted, part, x, e, g)
-    for part in chunks(len(rows) - num_active, run.size, num_active):
-        logits = run.logits(run.x(part))
-        stats = rows.row_ops.row_statistics(logits, rows.ids[part], head, keep_logits=False)
-        logps[part], entropy[part] = stats.logps, stats.entropy
+    with chunk_buffer(chunk_shape(head, rows), head.dtype, hidden.device) as buffer:
+        run = ChunkPass(head, hidden, rows, buffer)
+        for part in chunks(num_active, run.size):
+            assert row_pass is not None
+            x = run.x(part)
+            e = run.e(x)
+            logps[part], entropy[part], g = row_pass(run.logits(x), part, e)
+            run.add_gradients(wanted, part, x, e, g)
+        for part in chunks(len(rows) - num_active, run.size, num_active):
+            logits = run.logits(run.x(part))
+            stats = rows.row_ops.row_statistics(
+                logits, rows.ids[part], head, keep_logits=True, with_entropy=rows.with_entropy
+            )
+            logps[part], entropy[part] = stats.logps, stats.entropy
     return logps, entropy
 
 

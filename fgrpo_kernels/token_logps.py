@@ -19,6 +19,7 @@ from fgrpo_kernels.linear_head import (
     HeadGradients,
     HeadRows,
     chunk_rows,
+    chunk_shape,
     chunks,
     finished_gradients,
     head_pass,
@@ -26,6 +27,7 @@ from fgrpo_kernels.linear_head import (
     split_row_pass,
 )
 from fgrpo_kernels.reference import reference_logps
+from fgrpo_kernels.workspace import chunk_buffer
 
 
 @opaque_to_compiler
@@ -86,7 +88,7 @@ def token_logps(
     if num_valid < len(inputs.valid):
         index = torch.nonzero_static(inputs.valid, size=num_valid).squeeze(1)
     ids = inputs.ids if index is None else inputs.ids[index]
-    rows = HeadRows(index, ids, num_valid, max_chunk_bytes, row_ops(impl))
+    rows = HeadRows(index, ids, num_valid, max_chunk_bytes, row_ops(impl), with_entropy)
     with torch.autocast(hidden.device.type, enabled=False):
         logps, entropy = head_logps(
             inputs.hidden, inputs.head, rows, impl, entropy_gradient=with_entropy
@@ -191,7 +193,8 @@ class _KeptChunk:
         self, head: LinearHead, hidden: Tensor, rows: HeadRows, entropy_gradient: bool
     ) -> None:
         self._head, self._rows = head, rows
-        self._run = ChunkPass(head, hidden, rows)
+        logits = torch.empty(chunk_shape(head, rows), dtype=head.dtype, device=hidden.device)
+        self._run = ChunkPass(head, hidden, rows, logits)
         self._x = self._run.x(slice(0, len(rows)))
         self._buffer = self._run.logits(self._x)
         self._stats = rows.row_ops.row_statistics(
@@ -226,9 +229,14 @@ class _UnitGradients:
         )
 
     def forward(self) -> tuple[Tensor, Tensor]:
+        head, rows, device = self._head, self._rows, self._hidden.device
+        logps, entropy = torch.empty((2, len(rows)), dtype=head.dtype, device=device).unbind()
+        with chunk_buffer(chunk_shape(head, rows), head.dtype, device) as buffer:
+            self._run(ChunkPass(head, self._hidden, rows, buffer), logps, entropy)
+        return logps, entropy
+
+    def _run(self, run: ChunkPass, logps: Tensor, entropy: Tensor) -> None:
         head, rows, ops = self._head, self._rows, self._rows.row_ops
-        run = ChunkPass(head, self._hidden, rows)
-        logps, entropy = torch.empty((2, len(rows)), dtype=head.dtype, device=run.device).unbind()
         for part in chunks(len(rows), run.size):
             x = run.x(part)
             logits = run.logits(x)
@@ -245,7 +253,6 @@ class _UnitGradients:
             for unit, pair in ((self._of_logps, (one, zero)), (self._of_entropy, (zero, one))):
                 g = ops.row_gradient(logits, stats, *pair, head, e)
                 run.add_gradients(unit, part, x, e, g)
-        return logps, entropy
 
     def backward(self, wanted: HeadGradients, dlogps: Tensor, dentropy: Tensor | None) -> None:
         wanted.hidden = self._scaled(self._of_logps, dlogps)

@@ -41,38 +41,49 @@ class RowStatistics:
 
 
 def row_statistics(
-    logits: Tensor, ids: Tensor, head: LinearHead, *, keep_logits: bool
+    logits: Tensor,
+    ids: Tensor,
+    head: LinearHead,
+    *,
+    keep_logits: bool,
+    with_entropy: bool = True,
 ) -> RowStatistics:
-    """Statistics of finished logits (C, V), which become E (the target column 0), times the
-    soft-cap's slope, unless `keep_logits`."""
+    """Statistics of finished logits (C, V).
+
+    The logits become E (the target column 0), times the soft-cap's slope, unless `keep_logits`,
+    which also is the cheaper way when no gradient follows. Without `with_entropy` it is NaN.
+    """
     column = ids[:, None]
     target = logits.gather(1, column)
     # S then sums without the target, so nothing cancels. Finite: 0 times it is 0 in the moment.
     logits.scatter_(1, column, torch.finfo(logits.dtype).min / 2)
-    maximum, rest, moment = torch.empty(
-        (3, *ids.shape), dtype=logits.dtype, device=logits.device
-    ).unbind()
+    results = torch.empty((3, *ids.shape), dtype=logits.dtype, device=logits.device)
+    maximum, rest, moment = results.unbind()
     block_rows = _block_rows(logits)
     shifted_buffer = torch.empty_like(logits[:block_rows])
-    exp_buffer = torch.empty_like(shifted_buffer) if keep_logits else None
-    for start in range(0, len(ids), block_rows):
-        rows = slice(start, min(start + block_rows, len(ids)))
-        block = logits[rows]
-        size = len(block)
-        torch.maximum(block.amax(1, keepdim=True), target[rows], out=maximum[rows, None])
-        slope = None
-        if head.logit_softcap is not None and not keep_logits:
-            slope = head.softcap_slope(block)
-        shifted = torch.sub(block, maximum[rows, None], out=shifted_buffer[:size])
+    exp_buffer = shifted_buffer
+    if keep_logits and with_entropy:
+        exp_buffer = torch.empty_like(shifted_buffer)
+    needs_slope = head.logit_softcap is not None and not keep_logits
+    # Splitting once: slicing each row of each tensor would cost as much as a pass.
+    tensors = (logits, column, target, maximum[:, None], rest, moment)
+    blocks = zip(*(t.split(block_rows) for t in tensors), strict=True)
+    for block, block_ids, block_target, block_max, block_rest, block_moment in blocks:
+        torch.maximum(block.amax(1, keepdim=True), block_target, out=block_max)
+        slope = head.softcap_slope(block) if needs_slope else None
+        shifted = torch.sub(block, block_max, out=shifted_buffer[: len(block)])
         if head.bias is not None:  # nothing else can forbid a token with -inf
             shifted.clamp_(min=_lowest_exponent(logits.dtype))
-        exps = torch.exp(shifted, out=block if exp_buffer is None else exp_buffer[:size])
-        torch.sum(exps, 1, out=rest[rows])
-        _row_dots(shifted, exps, moment[rows])
+        exps = torch.exp(shifted, out=exp_buffer[: len(block)] if keep_logits else block)
+        torch.sum(exps, 1, out=block_rest)
+        if with_entropy:
+            _row_dots(shifted, exps, block_moment)
         if slope is not None:
-            block.mul_(slope.scatter_(1, column[rows], 0))
+            block.mul_(slope.scatter_(1, block_ids, 0))
     if keep_logits:
         logits.scatter_(1, column, target)
+    if not with_entropy:
+        moment.fill_(torch.nan)
     target_slope = None if head.logit_softcap is None else head.softcap_slope(target).squeeze(1)
     return _finish(ids, target.squeeze(1), maximum, rest, moment, target_slope)
 
@@ -167,8 +178,8 @@ def _row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
     if len(a) > 8:
         torch.linalg.vecdot(a, b, out=out)
         return
-    for row in range(len(a)):
-        torch.dot(a[row], b[row], out=out[row])
+    for row_a, row_b, row_out in zip(a, b, out, strict=True):
+        torch.dot(row_a, row_b, out=row_out)
 
 
 def _block_rows(logits: Tensor) -> int:

@@ -278,9 +278,14 @@ def launch_options(vocab_size: int) -> dict[str, int]:
 
 
 def row_statistics(
-    logits: Tensor, ids: Tensor, head: LinearHead, *, keep_logits: bool
+    logits: Tensor,
+    ids: Tensor,
+    head: LinearHead,
+    *,
+    keep_logits: bool,
+    with_entropy: bool = True,
 ) -> RowStatistics:
-    """As `torch_rows.row_statistics`; the logits are always kept."""
+    """As `torch_rows.row_statistics`; the logits are always kept, the entropy always there."""
     stats = logits.new_empty((5, len(ids)))
     if len(ids):
         row_statistics_kernel[(len(ids),)](
