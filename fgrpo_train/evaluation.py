@@ -35,7 +35,7 @@ def pass_at_k(num_samples: int, num_correct: torch.Tensor, k: int) -> torch.Tens
 
         pass@k = 1 - C(n - c, k) / C(n, k) = 1 - prod_{i=0}^{k-1} (n - c - i) / (n - i)
 
-    The product has factors in [0, 1] alone, so no n overflows, and it is exactly 0 for k > n - c.
+    Factors stay in [0, 1], so nothing overflows; one is 0 if k > n - c, and pass@k exactly 1.
 
     Args:
         num_samples: n, completions drawn for each prompt.

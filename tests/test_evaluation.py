@@ -46,6 +46,7 @@ def test_pass_at_k_is_exact_at_the_edges_and_stable_for_many_samples():
     counts = torch.tensor([[0, 501], [1000, 999]])
     assert pass_at_k(1000, counts, 500).tolist() == [[0.0, 1.0], [1.0, 1.0]]
     # One right answer among n is in a subset of k with probability k/n; C(1000, 500) is 2.7e299.
+    assert pass_at_k(10_000, torch.tensor(10_000), 10_000).item() == 1.0
     one = pass_at_k(10_000, torch.tensor(1), 5000).item()
     assert one == pytest.approx(0.5, abs=2 * 5000 * EPS)
 

@@ -38,6 +38,8 @@ def test_solutions_score_one(answer):
         "20",  # the target itself
         "10+10",  # a number twice
         "3+7+10+0",  # a number too many
+        "3+7+10+10-10",  # the right numbers, one of them more than once
+        "3+7+10 # easy",
         "13+7",  # right value, other numbers
         "3+7+10=20",
         "3+7+10:",
@@ -103,7 +105,9 @@ def test_agrees_with_reasoning_gym_on_right_and_wrong_expressions():
     for numbers, target in [((3, 7, 10), 14), ((2, 2, 9), 9), ((1, 6, 15), 8), ((4, 4, 4), 4)]:
         by_value = expressions_by_value(numbers)
         wrong = [text for value in by_value if value != target for text in by_value[value]]
-        answers = by_value[target] + rng.sample(wrong, min(12, len(wrong))) + [f"-{t}" for t in wrong[:8]]
+        answers = (
+            by_value[target] + rng.sample(wrong, min(12, len(wrong))) + [f"-{t}" for t in wrong[:8]]
+        )
         for answer in answers:
             verdict = CountdownVerifier()(countdown(numbers, target), answer)
             assert verdict == reference_reward(answer, numbers, target), answer
