@@ -185,6 +185,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=defaults.steps, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="default %(default)s")
     args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error(f"--steps: expected at least 1, received {args.steps}")
     model, tokenizer, losses = train(Recipe(steps=args.steps, seed=args.seed))
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

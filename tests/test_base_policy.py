@@ -124,3 +124,10 @@ def test_the_seed_decides_the_rebuild(short):
     first = train(replace(short, steps=2))[2]
     assert train(replace(short, steps=2))[2] == first
     assert train(replace(short, steps=2, seed=1))[2] != first
+
+
+def test_no_steps_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--out", str(tmp_path / "new"), "--steps", "0"])
+    assert "--steps: expected at least 1, received 0" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
