@@ -1,4 +1,4 @@
-"""The formulas of the row kernels as Triton scalars: the only Triton copy of each.
+"""The formulas of the row kernels as Triton functions: the only Triton copy of each.
 
 The torch counterparts, which are the specification, are in `surrogates.py` and `log_ratio.py`.
 c = dL/dlogp of a row before its weight.
@@ -98,3 +98,78 @@ def merge_row_statistics(m, s, moment, z, mask):
     scale = tl.where(m == float("-inf"), 0.0, tl.exp(shift))
     new_moment = (moment + s * shift) * scale + tile_moment
     return new_m, s * scale + tl.sum(e, 0), new_moment
+
+
+@triton.jit
+def statistics_of_row(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.constexpr):
+    """(logp, entropy, m, rest, total) of a row; `rest` sums without the target, so that confident
+    tokens keep their precision."""
+    target = tl.load(logits_ptr + row_start + target_id)
+    m = target
+    s = tl.full((), 0.0, target.dtype)
+    moment = tl.full((), 0.0, target.dtype)
+    for start in range(0, n_cols, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        inside = (cols < n_cols) & (cols != target_id)
+        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
+        m, s, moment = merge_row_statistics(m, s, moment, z, inside)
+    shifted = target - m
+    e = tl.exp(shifted)
+    total = e + s
+    log_total = tl.where(e >= s, shifted + log1p(s / e), tl.log(total))
+    logp = tl.where(shifted < -60.0, shifted - log_total, -log1p(s / e))
+    entropy = log_total - (moment + e * tl.where(e > 0, shifted, 0.0)) / total
+    return logp, entropy, m, s, total
+
+
+@triton.jit
+def softcap_slope(z, slope_factor):
+    th = z * slope_factor
+    return 1.0 - th * th
+
+
+@triton.jit
+def write_gradient_of_row(
+    e_ptr,
+    logits_ptr,
+    e_row_start,
+    row_start,
+    target_id,
+    c,
+    s,
+    logp,
+    entropy,
+    m,
+    rest,
+    total,
+    softcap_factor,
+    n_cols,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """E of a row: p_v and -(1 - p_y), or with an entropy gradient s the finished
+    c (onehot - p) - s p (log p + H); times the soft-cap's slope."""
+    log_total = tl.log(total)
+    target_z = tl.load(logits_ptr + row_start + target_id)
+    for start in range(0, n_cols, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        inside = (cols < n_cols) & (cols != target_id)
+        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
+        log_p = (z - m) - log_total
+        p = tl.exp(log_p)
+        if HAS_ENTROPY:
+            e = -p * (c + s * tl.where(p > 0, log_p + entropy, 0.0))
+        else:
+            e = p
+        if HAS_SOFTCAP:
+            e = e * softcap_slope(z, softcap_factor)
+        tl.store(e_ptr + e_row_start + cols, e.to(e_ptr.dtype.element_ty), mask=inside)
+    e_target = -(rest / total)
+    if HAS_ENTROPY:
+        p_target = tl.exp(logp)
+        bonus = tl.where(p_target > 0, s * p_target * (logp + entropy), 0.0)
+        e_target = c * (rest / total) - bonus
+    if HAS_SOFTCAP:
+        e_target = e_target * softcap_slope(target_z, softcap_factor)
+    tl.store(e_ptr + e_row_start + target_id, e_target.to(e_ptr.dtype.element_ty))

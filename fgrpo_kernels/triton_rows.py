@@ -28,10 +28,10 @@ from fgrpo_kernels.primitives import (
     MASK,
     bounded_exp,
     kl_coefficient,
-    log1p,
-    merge_row_statistics,
     rollout_weight,
+    statistics_of_row,
     surrogate_coefficient,
+    write_gradient_of_row,
 )
 from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.torch_rows import RowStatistics
@@ -39,81 +39,6 @@ from fgrpo_kernels.torch_rows import RowStatistics
 _SURROGATE = {"clip": primitives.CLIP, "cispo": primitives.CISPO, "reinforce": primitives.REINFORCE}
 _KL = {"k1": primitives.K1, "k2": primitives.K2, "k3": primitives.K3}
 _CORRECTION = {"truncate": primitives.TRUNCATE, "mask": primitives.MASK}
-
-
-@triton.jit
-def _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.constexpr):
-    """(logp, entropy, m, rest, total) of a row; `rest` sums without the target, so that confident
-    tokens keep their precision."""
-    target = tl.load(logits_ptr + row_start + target_id)
-    m = target
-    s = tl.full((), 0.0, target.dtype)
-    moment = tl.full((), 0.0, target.dtype)
-    for start in range(0, n_cols, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
-        inside = (cols < n_cols) & (cols != target_id)
-        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
-        m, s, moment = merge_row_statistics(m, s, moment, z, inside)
-    shifted = target - m
-    e = tl.exp(shifted)
-    total = e + s
-    log_total = tl.where(e >= s, shifted + log1p(s / e), tl.log(total))
-    logp = tl.where(shifted < -60.0, shifted - log_total, -log1p(s / e))
-    entropy = log_total - (moment + e * tl.where(e > 0, shifted, 0.0)) / total
-    return logp, entropy, m, s, total
-
-
-@triton.jit
-def _softcap_slope(z, slope_factor):
-    th = z * slope_factor
-    return 1.0 - th * th
-
-
-@triton.jit
-def _write_gradient(
-    e_ptr,
-    logits_ptr,
-    e_row_start,
-    row_start,
-    target_id,
-    c,
-    s,
-    logp,
-    entropy,
-    m,
-    rest,
-    total,
-    softcap_factor,
-    n_cols,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """E of a row: p_v and -(1 - p_y), or with an entropy gradient s the finished
-    c (onehot - p) - s p (log p + H); times the soft-cap's slope."""
-    log_total = tl.log(total)
-    target_z = tl.load(logits_ptr + row_start + target_id)
-    for start in range(0, n_cols, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
-        inside = (cols < n_cols) & (cols != target_id)
-        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
-        log_p = (z - m) - log_total
-        p = tl.exp(log_p)
-        if HAS_ENTROPY:
-            e = -p * (c + s * tl.where(p > 0, log_p + entropy, 0.0))
-        else:
-            e = p
-        if HAS_SOFTCAP:
-            e = e * _softcap_slope(z, softcap_factor)
-        tl.store(e_ptr + e_row_start + cols, e.to(e_ptr.dtype.element_ty), mask=inside)
-    e_target = -(rest / total)
-    if HAS_ENTROPY:
-        p_target = tl.exp(logp)
-        bonus = tl.where(p_target > 0, s * p_target * (logp + entropy), 0.0)
-        e_target = c * (rest / total) - bonus
-    if HAS_SOFTCAP:
-        e_target = e_target * _softcap_slope(target_z, softcap_factor)
-    tl.store(e_ptr + e_row_start + target_id, e_target.to(e_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -129,7 +54,9 @@ def row_statistics_kernel(
     row = tl.program_id(0)
     row_start = row.to(tl.int64) * logits_row_stride
     target_id = tl.load(ids_ptr + row)
-    logp, entropy, m, rest, total = _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V)
+    logp, entropy, m, rest, total = statistics_of_row(
+        logits_ptr, row_start, target_id, n_cols, BLOCK_V
+    )
     tl.store(stats_ptr + row, logp)
     tl.store(stats_ptr + n_rows + row, entropy)
     tl.store(stats_ptr + 2 * n_rows + row, m)
@@ -159,7 +86,7 @@ def row_gradient_kernel(
     s = c * 0.0
     if HAS_ENTROPY:
         s = tl.load(dentropy_ptr + row)
-    _write_gradient(
+    write_gradient_of_row(
         e_ptr,
         logits_ptr,
         row.to(tl.int64) * e_row_stride,
@@ -209,7 +136,9 @@ def policy_rows_kernel(
     row = tl.program_id(0)
     row_start = row.to(tl.int64) * logits_row_stride
     target_id = tl.load(ids_ptr + row)
-    logp, entropy, m, rest, total = _statistics(logits_ptr, row_start, target_id, n_cols, BLOCK_V)
+    logp, entropy, m, rest, total = statistics_of_row(
+        logits_ptr, row_start, target_id, n_cols, BLOCK_V
+    )
     eps_low = tl.load(scalars_ptr)
     eps_high = tl.load(scalars_ptr + 1)
     dual_clip = tl.load(scalars_ptr + 2)
@@ -243,7 +172,7 @@ def policy_rows_kernel(
     # Select, not multiply: what is outside the loss may hold anything.
     c = tl.where(row_weight == 0, 0.0, c * row_weight)
     s = -entropy_coef * row_weight
-    _write_gradient(
+    write_gradient_of_row(
         e_ptr,
         logits_ptr,
         row.to(tl.int64) * e_row_stride,
