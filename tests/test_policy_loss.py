@@ -4,6 +4,7 @@ Bounds: float64 comparisons as in `loss_cases.assert_same`; lower precisions by 
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -547,3 +548,54 @@ def test_torch_compile_does_not_recompile_per_length():
         frames.append(counter.frame_count)
     # the second length may turn a size dynamic; from the third on nothing is compiled
     assert frames[1] == frames[2] == frames[3]
+
+
+def in_a_fresh_thread(function):
+    """What is kept between calls is kept per thread: a new one starts without it."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_training_after_a_call_in_inference_mode(config):
+    inputs = make_inputs(4, 5, 6, 11, group_size=2)
+    expected, expected_grads = evaluate(inputs, config=config, impl="torch")
+
+    def both():
+        with torch.inference_mode():
+            focal_policy_loss(**inputs.arguments(), config=config, impl="torch")
+        return evaluate(inputs, config=config, impl="torch")
+
+    out, grads = in_a_fresh_thread(both)
+    assert torch.equal(out.loss, expected.loss)
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected_grads[name])
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 3 * ROW_BYTES])
+@pytest.mark.parametrize("first", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("second", CONFIGS.values(), ids=CONFIGS)
+def test_calls_may_be_interleaved(first, second, chunk_bytes):
+    """Both forwards before both backwards: no call spoils what another one keeps."""
+    runs = []
+    for seed, config in enumerate((first, second)):
+        inputs = make_inputs(4, 5, 6, 11, group_size=2, dtype=torch.float64, seed=seed)
+        config = replace(config, max_chunk_bytes=chunk_bytes)
+        _, alone = evaluate(inputs, config=config, impl="torch")
+        out = focal_policy_loss(**inputs.arguments(), config=config, impl="torch")
+        runs.append((inputs, out, alone))
+    for inputs, out, alone in runs:
+        for name, grad in gradients(out.loss, inputs).items():
+            assert torch.equal(grad, alone[name]), name
+
+
+def test_calls_from_several_threads():
+    config = PolicyLossConfig(max_chunk_bytes=3 * ROW_BYTES)
+    batches = [make_inputs(8, 9, 6, 11, dtype=torch.float64, seed=seed) for seed in range(8)]
+    expected = [evaluate(inputs, config=config, impl="torch") for inputs in batches]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda x: evaluate(x, config=config, impl="torch"), batches * 4))
+    for i, (out, grads) in enumerate(results):
+        assert torch.equal(out.loss, expected[i % 8][0].loss)
+        for name, grad in grads.items():
+            assert torch.equal(grad, expected[i % 8][1][name])
