@@ -599,3 +599,62 @@ def test_calls_from_several_threads():
         assert torch.equal(out.loss, expected[i % 8][0].loss)
         for name, grad in grads.items():
             assert torch.equal(grad, expected[i % 8][1][name])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("chunk_bytes", [None, 3 * 11 * 4])
+def test_a_backward_inside_autocast_is_the_same(config, chunk_bytes):
+    inputs = make_inputs(4, 5, 6, 11, group_size=2)
+    config = replace(config, max_chunk_bytes=chunk_bytes)
+    grads = []
+    for backward_too in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = focal_policy_loss(**inputs.arguments(), config=config, impl="torch")
+            if backward_too:
+                grads.append(gradients(out.loss, inputs))
+        if not backward_too:
+            grads.append(gradients(out.loss, inputs))
+    for name, grad in grads[0].items():
+        assert grad.dtype == torch.float32 and torch.equal(grad, grads[1][name])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_float16_gradients_survive_large_denominators_with_a_loss_scale(config, impl):
+    """A factor of 2^-24 and its inverse cancel: dlogits alone would be 0 in float16."""
+    inputs = make_inputs(4, 5, 6, 11, group_size=2, dtype=torch.float16)
+    denominators = dict(global_valid_tokens=16, global_sequences=4)
+    _, expected = evaluate(inputs, config=config, impl=impl, **denominators)
+    scaled = {name: value * 2**24 for name, value in denominators.items()}
+    _, grads = evaluate(inputs, upstream=2.0**24, config=config, impl=impl, **scaled)
+    for name, grad in grads.items():
+        assert grad.dtype == torch.float16 and expected[name].abs().max() > 1e-3
+        # the same float32 numbers, rounded once (reference rounds a matrix product's result)
+        torch.testing.assert_close(grad, expected[name], rtol=2**-10, atol=1e-7)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("weight", [0.0, 1.5])
+def test_token_weights_alone_get_a_gradient(config, weight):
+    """With a frozen policy, and at weight 0, where the token's own coefficient vanishes."""
+    inputs = make_inputs(4, 5, 6, 11, group_size=2, dtype=torch.float64)
+    inputs.hidden.requires_grad_(False)
+    inputs.lm_head_weight.requires_grad_(False)
+    weights = torch.full((4, 5), weight, dtype=torch.float64, requires_grad=True)
+    inputs = replace(inputs, token_weights=weights)
+    expected, expected_grads = evaluate(inputs, config=config, impl="reference")
+    for return_logps in (True, False):
+        out, grads = evaluate(inputs, config=config, impl="torch", return_logps=return_logps)
+        assert_same("loss", out.loss, expected.loss)
+        assert_same("token_weights", grads["token_weights"], expected_grads["token_weights"])
+    assert expected_grads["token_weights"].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_call_is_repeatable_bit_for_bit(config):
+    inputs = make_inputs(8, 9, 6, 11)
+    first, first_grads = evaluate(inputs, config=config, impl="torch")
+    second, second_grads = evaluate(inputs, config=config, impl="torch")
+    assert torch.equal(first.loss, second.loss)
+    for name, grad in first_grads.items():
+        assert torch.equal(grad, second_grads[name])
