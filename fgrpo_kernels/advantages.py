@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -220,7 +221,8 @@ def _group_index(
             f"group_size={group_size}, group_ids={'None' if group_ids is None else 'given'}"
         )
     if group_size is not None:
-        if group_size < 1 or n % group_size:
+        whole = isinstance(group_size, Integral) and not isinstance(group_size, bool)
+        if not whole or group_size < 1 or n % group_size:
             raise ValueError(
                 f"group_size: expected a divisor of the {n} rewards, received {group_size}"
             )

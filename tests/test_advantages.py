@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from fgrpo_kernels.advantages import focal_weight, group_advantages
+from fgrpo_kernels import focal_weight, group_advantages
 
 NAN = math.nan
 
@@ -236,6 +236,8 @@ def test_an_empty_batch_gives_empty_results():
     [
         ({"group_size": 3}, "group_size: expected a divisor of the 4 rewards, received 3"),
         ({"group_size": 0}, "group_size: .*received 0"),
+        ({"group_size": 2.0}, "group_size: .*received 2.0"),
+        ({"group_size": True}, "group_size: .*received True"),
         ({}, "exactly one of group_size and group_ids, received group_size=None"),
         ({"group_size": 2, "group_ids": [0, 0, 1, 1]}, "exactly one of.*received group_size=2"),
         ({"group_ids": [0, 1]}, r"group_ids: expected shape \(4,\).*received \(2,\)"),

@@ -5,6 +5,7 @@ gradient of the target's logit. Losses of chosen size come from k1 = logp - ref.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,21 +82,26 @@ def test_case_1_garbage_at_masked_positions_is_ignored(name, garbage, impl):
     inputs = make_inputs(4, 4, 5, 7, group_size=2, seed=1)
     masked = ~inputs.completion_mask
     assert masked.any()
-    fields = ("hidden", "old_logps", "ref_logps", "rollout_logps")
+    per_token = replace(
+        inputs,
+        advantages=inputs.old_logps + 2,
+        token_weights=torch.linspace(0.5, 1.5, 16).view(4, 4),
+    )
+    fields = ("hidden", "old_logps", "ref_logps", "rollout_logps", "advantages", "token_weights")
     results = []
     for spoil in (False, True):
-        arguments = inputs.arguments()
+        arguments = per_token.arguments()
         for field in fields:
             value = arguments[field].detach().clone()
             if spoil:
                 value[masked] = garbage
-            arguments[field] = value.requires_grad_(field == "hidden")
+            arguments[field] = value.requires_grad_(field in ("hidden", "token_weights"))
         out = focal_policy_loss(**arguments, config=CONFIGS[name], impl=impl)
-        leaves = (arguments["hidden"], inputs.lm_head_weight)
+        leaves = (arguments["hidden"], arguments["token_weights"], inputs.lm_head_weight)
         results.append((out.loss, *torch.autograd.grad(out.loss, leaves)))
     for clean, dirty in zip(*results, strict=True):
         assert torch.equal(clean, dirty)
-    assert (results[1][1][masked] == 0).all()
+    assert (results[1][1][masked] == 0).all() and (results[1][2][masked] == 0).all()
 
 
 def test_case_2_selection_happens_before_exp(impl):

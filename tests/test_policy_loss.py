@@ -294,10 +294,12 @@ def test_packed_without_bounds_when_nothing_is_per_sequence(impl):
     per_token = replace(inputs, advantages=inputs.advantages[:, None].expand(4, 5))
     expected, expected_grads = evaluate(per_token, config=config, impl=impl)
     arguments = {
-        name: value.flatten(0, 1) if value is not None and name != "lm_head_weight" else value
+        name: value.flatten(0, 1)
+        if value is not None and value.dim() > 1 and name != "lm_head_weight"
+        else value
         for name, value in per_token.arguments().items()
-        if name != "success_rate"
     }
+    assert config.focal_gamma == 0 and arguments["success_rate"] is not None  # and so not used
     out = focal_policy_loss(**arguments, config=config, impl=impl)
     assert_same("loss", out.loss, expected.loss)
     for name, grad in gradients(out.loss, inputs).items():
