@@ -175,7 +175,7 @@ def read_loss_inputs(
     sequence, num_sequences = _sequences(shape, cu_seqlens, device, facts)
     per_token = _token_advantages(advantages, shape, sequence, num_sequences, cu_seqlens, device)
     if cu_seqlens is None and len(shape) == 1:
-        _refuse_per_sequence_use(config, success_rate)
+        _refuse_per_sequence_use(config)
     present = sequence_counts(inputs.valid, sequence, num_sequences) > 0
     num_present = present.sum()
     focal_sum = num_present.to(dtype)
@@ -305,7 +305,7 @@ def _token_advantages(
     return advantages.reshape(-1)
 
 
-def _refuse_per_sequence_use(config: PolicyLossConfig, success_rate: Tensor | None) -> None:
+def _refuse_per_sequence_use(config: PolicyLossConfig) -> None:
     uses = [
         f"focal_gamma={config.focal_gamma}" if config.focal_gamma > 0 else "",
         f"reduction={config.reduction!r}" if config.reduction != "token_mean" else "",
@@ -313,7 +313,6 @@ def _refuse_per_sequence_use(config: PolicyLossConfig, success_rate: Tensor | No
         f"rollout_level={config.rollout_level!r}"
         if config.rollout_correction is not None and config.rollout_level != "token"
         else "",
-        "success_rate" if success_rate is not None else "",
     ]
     if any(uses):
         raise ValueError(

@@ -24,6 +24,11 @@ class FocalPolicyLoss(nn.Module):
 
     def __init__(self, lm_head: nn.Module, config: PolicyLossConfig | None = None) -> None:
         super().__init__()
+        if hasattr(lm_head, "lora_A") or hasattr(lm_head, "base_layer"):
+            raise ValueError(
+                "lm_head: a LoRA adapter on the head is not implemented yet and would be dropped, "
+                f"received {type(lm_head).__name__}; merge it or train the head's weight"
+            )
         weight = getattr(lm_head, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() not in (1, 2):
             raise ValueError(

@@ -145,6 +145,11 @@ def focal_policy_loss(
         raise ValueError("tp_group (vocabulary-parallel head) is not implemented yet; pass None")
     if not isinstance(config, PolicyLossConfig):
         raise ValueError(f"config: expected a PolicyLossConfig, received {type(config).__name__}")
+    if objective is not None and not callable(objective):
+        raise ValueError(
+            "objective: expected a callable (logps, rows) -> per-token loss, received "
+            f"{type(objective).__name__}"
+        )
     facts = HostFacts()
     head_inputs = read_head_inputs(
         hidden,
@@ -281,6 +286,7 @@ class _Call:
             divisor = denominator(mask, *sequences, config, given, dtype)
         losses = per_token_loss(logps, entropy, scored_rows, config, self.objective)
         loss = weighted_sum(losses, scored_rows.mask, weights[scored]) / divisor
+        loss = loss + logps[:0].sum()  # attached, whatever the objective depends on
         if anchor is not None:
             loss = loss + anchor * (1 / divisor if anchor_scale is None else anchor_scale)
         with torch.no_grad():
@@ -339,8 +345,7 @@ class _Call:
                 part_rows = corrected_rows(logps, rows.map(lambda t: t[part]), config)
                 losses = per_token_loss(logps, entropy, part_rows, config, self.objective)
                 total = weighted_sum(losses, part_rows.mask, weights[part])
-                if not total.requires_grad:
-                    total = total + 0 * logps.sum()
+                total = total + logps[:0].sum()  # attached, whatever the objective depends on
                 dlogps, dentropy = torch.autograd.grad(
                     total, (logps, entropy), allow_unused=True, materialize_grads=True
                 )

@@ -30,6 +30,7 @@ def chunk_buffer(
     flat: Tensor | None = getattr(_spare, "flat", None)
     _spare.flat = None
     if flat is None or flat.dtype != dtype or flat.numel() < count:
-        flat = torch.empty(count, dtype=dtype)
+        with torch.inference_mode(False):  # a training call may be the next to use it
+            flat = torch.empty(count, dtype=dtype)
     yield flat[:count].view(shape)
     _spare.flat = flat
