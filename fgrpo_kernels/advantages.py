@@ -233,8 +233,12 @@ def _group_index(
         raise ValueError(f"group_ids: expected shape {(n,)} as the rewards, received {shape}")
     if isinstance(group_ids, Tensor):
         return torch.unique(group_ids.to(device), return_inverse=True)[1]
+    # Tensors hash by identity: each would be a group of its own.
+    keys = [i.item() if isinstance(i, Tensor) and i.dim() == 0 else i for i in group_ids]
+    if any(isinstance(key, Tensor) or key != key for key in keys):
+        raise ValueError("group_ids: expected numbers or strings, received a tensor or NaN")
     numbers: dict[Hashable, int] = {}
-    inverse = [numbers.setdefault(group_id, len(numbers)) for group_id in group_ids]
+    inverse = [numbers.setdefault(key, len(numbers)) for key in keys]
     return torch.tensor(inverse, dtype=torch.int64, device=device)
 
 

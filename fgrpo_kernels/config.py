@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 _CHOICES = {
@@ -216,7 +217,7 @@ class PolicyLossConfig:
 
 def _real(value: object) -> float:
     """The number, or NaN (which fails every comparison) for what is not one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     return float(value)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fgrpo_kernels import torch_rows
+from fgrpo_kernels.first_order import first_order_only
 from fgrpo_kernels.head import HeadProducts, LinearHead
 from fgrpo_kernels.workspace import chunk_buffer
 
@@ -144,7 +144,8 @@ def head_pass(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (n,) of all rows; with `row_pass`, gradients of the active ones into
     `wanted`."""
-    logps, entropy = torch.empty((2, len(rows)), dtype=head.dtype, device=hidden.device).unbind()
+    logps = torch.empty(len(rows), dtype=head.dtype, device=hidden.device)
+    entropy = torch.empty_like(logps)
     num_active = 0 if row_pass is None else rows.num_active
     with chunk_buffer(chunk_shape(head, rows), head.dtype, hidden.device) as buffer:
         run = ChunkPass(head, hidden, rows, buffer)
@@ -233,7 +234,7 @@ class RowLocalGradient(torch.autograd.Function):
         return logps.new_zeros(()), logps, entropy
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, danchor: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(

@@ -30,10 +30,11 @@ class FocalPolicyLoss(nn.Module):
                 f"received {type(lm_head).__name__}; merge it or train the head's weight"
             )
         weight = getattr(lm_head, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() not in (1, 2):
+        # One dimension: a sharded parameter while it is not gathered.
+        if not isinstance(weight, nn.Parameter) or weight.dim() not in (1, 2):
             raise ValueError(
-                "lm_head: expected a module with a weight (V, D), received "
-                f"{type(lm_head).__name__}"
+                "lm_head: expected a module whose weight (V, D) is a parameter, received "
+                f"{type(lm_head).__name__} with weight of type {type(weight).__name__}"
             )
         self.weight = weight
         self.bias = getattr(lm_head, "bias", None)

@@ -58,8 +58,12 @@ def rollout_weights(
         (rejected tokens keep theirs); mask bool.
     Raises: ValueError for shapes, dtypes, and for a config without correction.
     """
+    if not isinstance(config, PolicyLossConfig):
+        raise ValueError(f"config: expected a PolicyLossConfig, received {type(config).__name__}")
     if config.rollout_correction is None:
         raise ValueError("rollout_correction: expected 'truncate' or 'mask' in config, got None")
+    if not isinstance(old_logps, Tensor):
+        raise ValueError(f"old_logps: expected a tensor, received {type(old_logps).__name__}")
     check_tensor("old_logps", old_logps, old_logps.shape, old_logps.device, FLOATS)
     shape, device = old_logps.shape, old_logps.device
     check_tensor("rollout_logps", rollout_logps, shape, device, FLOATS)

@@ -49,7 +49,8 @@ class PolicyRows:
 
 
 Objective = Callable[[Tensor, PolicyRows], Tensor]
-"""(logps, rows) -> per-token loss, in the place of the configured surrogate."""
+"""(logps, rows) -> per-token loss, in the place of the configured surrogate; must not write to its
+arguments."""
 
 
 def with_old_logps(rows: PolicyRows, logps: Tensor) -> PolicyRows:
@@ -141,6 +142,9 @@ def per_token_loss(
             raise ValueError(
                 f"objective must return a per-token loss of shape {tuple(logps.shape)}, got {got}"
             )
+        if not loss.is_floating_point():
+            raise ValueError(f"objective must return floating-point losses, got {loss.dtype}")
+        loss = loss.to(logps.dtype)
     if rows.rollout_weights is not None:
         loss = rows.rollout_weights * loss
     if config.kl_coef > 0:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fgrpo_kernels.backends import choose_impl, row_ops
 from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
+from fgrpo_kernels.first_order import first_order_only
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.inputs import HostFacts, check_ids, read_head_inputs
 from fgrpo_kernels.linear_head import (
@@ -146,12 +146,14 @@ class TokenLogps(torch.autograd.Function):
         else:
             plan = _Recompute(head, hidden, rows)
         ctx.plan, ctx.head, ctx.hidden, ctx.num_rows = plan, head, hidden.detach(), len(rows)
+        # The plan reads these again in the backward; autograd watches that nobody writes to them.
+        ctx.save_for_backward(hidden, weight, bias, rows.ids)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias))
         ctx.set_materialize_grads(False)
         return plan.forward()
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(
         ctx: Any, dlogps: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -161,6 +163,7 @@ class TokenLogps(torch.autograd.Function):
                 "these log-probs were already differentiated and what their gradient needs is "
                 "freed: call again, or use impl='reference', which keeps the graph"
             )
+        ctx.saved_tensors  # noqa: B018 - raises if one of them was written to since
         if dlogps is None:
             dlogps = torch.zeros(ctx.num_rows, dtype=ctx.head.dtype, device=ctx.hidden.device)
         wanted = new_gradients(ctx.head, ctx.hidden, ctx.needs_input_grad[:3], ctx.num_rows)
@@ -230,7 +233,8 @@ class _UnitGradients:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         head, rows, device = self._head, self._rows, self._hidden.device
-        logps, entropy = torch.empty((2, len(rows)), dtype=head.dtype, device=device).unbind()
+        logps = torch.empty(len(rows), dtype=head.dtype, device=device)
+        entropy = torch.empty_like(logps)
         with chunk_buffer(chunk_shape(head, rows), head.dtype, device) as buffer:
             self._run(ChunkPass(head, self._hidden, rows, buffer), logps, entropy)
         return logps, entropy
