@@ -140,6 +140,12 @@ class PolicyLossConfig:
             self._check_number("rollout_min", in_range, f"None or in [0, {self.rollout_max}]")
         self._check_number("temperature", _finite(self.temperature) > 0, "> 0 and finite")
         self._check_number("logit_scale", _finite(self.logit_scale) > 0, "> 0 and finite")
+        slope = self.logit_scale / self.temperature
+        if not 1e-30 < slope < 1e30:
+            raise ValueError(
+                "logit_scale / temperature must be in (1e-30, 1e30), which float32 holds, "
+                f"got {slope}"
+            )
         if self.logit_softcap is not None:
             self._check_number("logit_softcap", _finite(self.logit_softcap) > 0, "None or > 0")
         self._check_number("grad_tol", _finite(self.grad_tol) >= 0, ">= 0 and finite")

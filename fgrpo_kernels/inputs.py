@@ -74,8 +74,10 @@ def read_head_inputs(
             f"lm_head_weight: expected shape (V, D) with D = {hidden.shape[-1]} as in hidden, "
             f"received {tuple(lm_head_weight.shape)}"
         )
-    if lm_head_weight.shape[0] == 0:
-        raise ValueError("lm_head_weight: expected at least one vocabulary row, received V = 0")
+    if 0 in lm_head_weight.shape:
+        raise ValueError(
+            f"lm_head_weight: expected V >= 1 and D >= 1, received {tuple(lm_head_weight.shape)}"
+        )
     device, shape = hidden.device, hidden.shape[:-1]
     check_tensor("lm_head_weight", lm_head_weight, lm_head_weight.shape, device)
     check_tensor("completion_ids", completion_ids, shape, device, (torch.int64,))
@@ -268,7 +270,8 @@ def _sequences(
     if cu_seqlens is None:
         return torch.zeros(shape[0], dtype=torch.int64, device=device), 1
     integers = (torch.int32, torch.int64)
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
+    fewest = 2 if shape[0] else 1
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or len(cu_seqlens) < fewest:
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens)
         raise ValueError(f"cu_seqlens: expected an integer tensor of shape (B+1,), received {got}")
     check_tensor("cu_seqlens", cu_seqlens, cu_seqlens.shape, cu_seqlens.device, integers)

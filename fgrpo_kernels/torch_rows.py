@@ -56,7 +56,8 @@ def row_statistics(
     column = ids[:, None]
     target = logits.gather(1, column)
     # S then sums without the target, so nothing cancels. Finite: 0 times it is 0 in the moment.
-    logits.scatter_(1, column, torch.finfo(logits.dtype).min / 2)
+    hole = torch.finfo(logits.dtype).min / 2
+    logits.scatter_(1, column, hole)
     results = torch.empty((3, *ids.shape), dtype=logits.dtype, device=logits.device)
     maximum, rest, moment = results.unbind()
     block_rows = _block_rows(logits)
@@ -80,6 +81,8 @@ def row_statistics(
             _row_dots(shifted, exps, block_moment)
         if slope is not None:
             block.mul_(slope.scatter_(1, block_ids, 0))
+    if head.bias is not None:  # a row without a possible token has no log-prob: NaN, not -inf
+        maximum.masked_fill_(maximum == hole, -torch.inf)
     if keep_logits:
         logits.scatter_(1, column, target)
     if not with_entropy:

@@ -95,3 +95,27 @@ def test_rollout_weights_names_what_is_not_a_tensor_or_config():
         rollout_weights([[0.0]], tensor, None, config)
     with pytest.raises(ValueError, match="config: expected a PolicyLossConfig, received NoneType"):
         rollout_weights(tensor, tensor, None, None)
+
+
+def test_a_row_without_a_possible_token_is_nan_as_in_the_reference():
+    bias = torch.full((3,), -torch.inf)
+    arguments = (torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([1]))
+    for impl in ("reference", "torch", "triton"):
+        logps, _ = token_logps(*arguments, lm_head_bias=bias, impl=impl)
+        assert logps.isnan().all(), impl
+
+
+def test_sizes_and_scales_that_hold_nothing_are_named():
+    with pytest.raises(ValueError, match="logit_scale / temperature.*got inf|temperature"):
+        PolicyLossConfig(temperature=1e-300)
+    with pytest.raises(ValueError, match="lm_head_weight: expected V >= 1 and D >= 1"):
+        token_logps(torch.zeros(1, 0), torch.zeros(3, 0), torch.tensor([1]))
+    with pytest.raises(ValueError, match="cu_seqlens: expected an integer tensor of shape .B.1"):
+        focal_policy_loss(
+            torch.zeros(2, 1),
+            torch.zeros(3, 1),
+            torch.tensor([1, 1]),
+            torch.zeros(0),
+            cu_seqlens=torch.tensor([0]),
+            config=PolicyLossConfig.dapo(),
+        )
