@@ -104,6 +104,26 @@ def test_case_1_garbage_at_masked_positions_is_ignored(name, garbage, impl):
     assert (results[1][1][masked] == 0).all() and (results[1][2][masked] == 0).all()
 
 
+@pytest.mark.parametrize("skip_inactive", [True, False])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_case_1_garbage_at_rejected_tokens_is_ignored(on_policy, skip_inactive, impl):
+    losses = []
+    for garbage in (0.0, NAN, INF):
+        out, dlogps = run(
+            [[-1.0, -1.0]],
+            [1.0],
+            old_logps=None if on_policy else [[-1.1, -1.0]],
+            rollout_logps=[[-1.1, -9.0]],  # the second token's weight is e^8
+            ref_logps=[[-1.2, garbage]],
+            config=config(rollout_correction="mask", kl_coef=1.0, skip_inactive=skip_inactive),
+            impl=impl,
+        )
+        assert dlogps[0, 1] == 0
+        losses.append((out.loss, dlogps))
+    for loss, dlogps in losses[1:]:
+        assert torch.equal(loss, losses[0][0]) and torch.equal(dlogps, losses[0][1])
+
+
 def test_case_2_selection_happens_before_exp(impl):
     out, dlogps = run(
         [[-1.0, -1.0]],

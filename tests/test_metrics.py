@@ -35,9 +35,10 @@ def impl(request):
 
 
 # Two sequences, A = 1 and -1; log-ratios row by row; the last position of row 0 is masked.
-LOGPS = [[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
-LOG_RATIO = [[0.3, -0.3, 5.0], [0.4, -0.4, 0.1]]
-MASK = [[True, True, False], [True, True, True]]
+LOGPS = [[-1.0] * 4] * 2
+LOG_RATIO = [[0.3, -0.3, -0.35, 5.0], [0.4, 0.5, -0.4, 0.1]]
+MASK = [[True, True, True, False], [True] * 4]
+VALID = [*LOG_RATIO[0][:3], *LOG_RATIO[1]]
 
 
 def metrics(impl, *, config=None, advantages=(1.0, -1.0), **kwargs):
@@ -66,14 +67,13 @@ def metrics(impl, *, config=None, advantages=(1.0, -1.0), **kwargs):
 
 def test_ratio_metrics(impl):
     values, out = metrics(impl)
-    rhos = [E(x) for x in (0.3, -0.3, 0.4, -0.4, 0.1)]
     expected = {
-        "clip_fraction_high": 2 / 5,  # e^0.3 and e^0.4 are over 1.2
-        "clip_fraction_low": 2 / 5,  # e^-0.3 and e^-0.4 are under 0.8
-        "clip_binding_fraction": 2 / 5,  # A > 0 above, A < 0 below
-        "ratio_mean": sum(rhos) / 5,
-        "ratio_max": E(0.4),
-        "approx_kl": sum(E(-x) - 1 + x for x in (0.3, -0.3, 0.4, -0.4, 0.1)) / 5,
+        "clip_fraction_high": 3 / 7,  # e^0.3, e^0.4 and e^0.5 are over 1.2
+        "clip_fraction_low": 3 / 7,  # e^-0.3, e^-0.35 and e^-0.4 are under 0.8
+        "clip_binding_fraction": 2 / 7,  # e^0.3 with A > 0, e^-0.4 with A < 0
+        "ratio_mean": sum(E(x) for x in VALID) / 7,
+        "ratio_max": E(0.5),
+        "approx_kl": sum(E(-x) - 1 + x for x in VALID) / 7,
         "kl": 0,
         "entropy": -(E(-1) * -1 + (1 - E(-1)) * math.log(1 - E(-1))),
         "active_fraction": 1,
@@ -84,7 +84,7 @@ def test_ratio_metrics(impl):
         "grad_error_bound": 0,
     }
     assert values == pytest.approx(expected, rel=1e-9)
-    assert out.metric_sums["ratio_mean"][1] == 5
+    assert out.metric_sums["ratio_mean"][1] == 7
     assert out.metric_sums["ratio_max"][1] == 1
 
 
@@ -92,8 +92,8 @@ def test_ratio_metrics(impl):
 def test_clip_fractions_are_reported_for_every_surrogate(surrogate, impl):
     config = PolicyLossConfig(surrogate=surrogate, focal_gamma=0.0)
     values, _ = metrics(impl, config=config)
-    assert values["clip_fraction_high"] == values["clip_fraction_low"] == pytest.approx(2 / 5)
-    assert values["clip_binding_fraction"] == pytest.approx(2 / 5)
+    assert values["clip_fraction_high"] == values["clip_fraction_low"] == pytest.approx(3 / 7)
+    assert values["clip_binding_fraction"] == pytest.approx(2 / 7)
 
 
 def test_sequence_ratio_metrics(impl):
@@ -101,11 +101,12 @@ def test_sequence_ratio_metrics(impl):
         ratio_level="sequence", focal_gamma=0.0, clip_eps_low=0.01, clip_eps_high=0.02
     )
     values, _ = metrics(impl, config=config)
-    s = [E(0.0), E(0.1 / 3)]  # mean log-ratios 0 and (0.4 - 0.4 + 0.1) / 3
-    assert values["ratio_mean"] == pytest.approx((2 * s[0] + 3 * s[1]) / 5, rel=1e-9)
+    s = [E(-0.35 / 3), E(0.6 / 4)]  # mean log-ratios of the two sequences
+    assert values["ratio_mean"] == pytest.approx((3 * s[0] + 4 * s[1]) / 7, rel=1e-9)
     assert values["ratio_max"] == pytest.approx(s[1], rel=1e-9)
-    assert values["clip_fraction_high"] == pytest.approx(3 / 5)
-    assert values["clip_binding_fraction"] == 0  # above with A < 0 does not bite
+    assert values["clip_fraction_high"] == pytest.approx(4 / 7)
+    assert values["clip_fraction_low"] == pytest.approx(3 / 7)
+    assert values["clip_binding_fraction"] == 0  # below with A > 0, above with A < 0
     token_level, _ = metrics(impl)
     assert values["approx_kl"] == pytest.approx(token_level["approx_kl"], rel=1e-9)
 
@@ -141,13 +142,13 @@ def test_active_fraction_counts_what_may_have_a_gradient(impl):
         )  # fmt: skip
         return out.metrics["active_fraction"].item()
 
-    assert active() == pytest.approx(2 / 5)
+    assert active() == pytest.approx(3 / 7)
     assert active(kl_coef=0.1) == 1
     assert active(entropy_coef=0.1) == 1
 
 
 def test_focal_weight_mean_is_over_sequences_with_a_valid_token(impl):
-    mask = torch.tensor([[True, True, True], [False, False, False]])
+    mask = torch.tensor([[True] * 4, [False] * 4])
     config = PolicyLossConfig(focal_gamma=0.5)
     rate = torch.tensor([0.75, 0.0], dtype=torch.float64)
     values, out = metrics(impl, config=config, success_rate=rate, completion_mask=mask)
@@ -158,8 +159,8 @@ def test_focal_weight_mean_is_over_sequences_with_a_valid_token(impl):
 
 @pytest.mark.parametrize("correction", ["truncate", "mask"])
 def test_rollout_metrics(correction, impl):
-    # weights e^d with d = old - rollout: e^0.1, e^-0.1 | e^0.9, e^0.2, e^-2
-    d = torch.tensor([[0.1, -0.1, 0.0], [0.9, 0.2, -2.0]], dtype=torch.float64)
+    # weights e^d with d = old - rollout
+    d = torch.tensor([[0.1, -0.1, 0.3, 0.0], [0.9, 0.2, -2.0, 0.1]], dtype=torch.float64)
     old = torch.tensor(LOGPS, dtype=torch.float64) - torch.tensor(LOG_RATIO, dtype=torch.float64)
     config = PolicyLossConfig(
         focal_gamma=0.0,
@@ -168,14 +169,14 @@ def test_rollout_metrics(correction, impl):
     )
     values, out = metrics(impl, config=config, rollout_logps=old - d)
     if correction == "truncate":
-        weights = [E(0.1), E(-0.1), 2.0, E(0.2), E(-2.0)]
+        weights = [E(0.1), E(-0.1), E(0.3), 2.0, E(0.2), E(-2.0), E(0.1)]
         assert values["rejected_fraction"] == 0
-        assert out.metric_sums["ratio_mean"][1] == 5
+        assert out.metric_sums["ratio_mean"][1] == 7
     else:
-        weights = [E(0.1), E(-0.1), E(0.2)]
-        assert values["rejected_fraction"] == pytest.approx(2 / 5)
-        assert out.metric_sums["ratio_mean"][1] == 3  # metrics are over M
-        assert values["ratio_max"] == pytest.approx(E(0.3), rel=1e-9)
+        weights = [E(0.1), E(-0.1), E(0.3), E(0.2), E(0.1)]
+        assert values["rejected_fraction"] == pytest.approx(2 / 7)
+        assert out.metric_sums["ratio_mean"][1] == 5  # metrics are over M
+        assert values["ratio_max"] == pytest.approx(E(0.5), rel=1e-9)
     assert values["rollout_weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-9)
 
 
@@ -190,9 +191,9 @@ def test_all_metrics_are_zero_when_everything_is_rejected(impl):
 
 def test_without_logps_token_metrics_cover_the_scored_rows():
     values, out = metrics("torch", advantages=(1.0, 0.0), return_logps=False)
-    assert values["ratio_mean"] == pytest.approx((E(0.3) + E(-0.3)) / 2, rel=1e-9)
-    assert out.metric_sums["ratio_mean"][1] == 2
-    assert values["active_fraction"] == pytest.approx(2 / 5)  # still of all of M
+    assert values["ratio_mean"] == pytest.approx(sum(E(x) for x in VALID[:3]) / 3, rel=1e-9)
+    assert out.metric_sums["ratio_mean"][1] == 3
+    assert values["active_fraction"] == pytest.approx(3 / 7)  # still of all of M
     assert values["rejected_fraction"] == 0
 
 

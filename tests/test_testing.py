@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fgrpo_kernels.testing import assert_error_rule, make_inputs
+from fgrpo_kernels.testing import assert_error_rule, lm_like_inputs, make_inputs
 
 
 def full_log_probs(inputs):
@@ -101,3 +101,27 @@ def test_error_rule_rejects_nan_and_infinity(value):
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     with pytest.raises(AssertionError, match="flat index 1"):
         assert_error_rule("x", torch.tensor([1.0, value]), torch.tensor([1.1, 2.1]), exact)
+
+
+@pytest.mark.parametrize("share,mean", [(0.8, 0.35), (0.5, 0.6), (1.0, 0.0)])
+def test_inputs_like_a_language_model_have_the_entropies_asked_for(share, mean):
+    inputs = lm_like_inputs(16, 16, 32, 500, confident_share=share, mean_entropy=mean)
+    log_probs = full_log_probs(inputs).flatten(0, 1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    # the entropies are found by bisection in float32: two digits of the small ones survive
+    assert (entropy < 0.0105).float().mean() == pytest.approx(share, abs=0.01)
+    if share < 1:  # 4 standard errors of the uncertain rows, which are spread over 0 to 2 means
+        assert entropy.mean() == pytest.approx(mean, abs=0.12)
+    assert entropy.min() > 0.5e-4
+    ids = inputs.completion_ids.flatten()
+    surprise = log_probs[torch.arange(256), ids] + entropy
+    assert surprise.mean().abs() < 4 * surprise.std() / 16  # drawn from the distribution
+    again = lm_like_inputs(16, 16, 32, 500, confident_share=share, mean_entropy=mean)
+    assert torch.equal(inputs.hidden, again.hidden)
+
+
+def test_entropies_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"confident_share: expected.*received 1.2"):
+        lm_like_inputs(confident_share=1.2)
+    with pytest.raises(ValueError, match="mean_entropy: expected.*received 5.0"):
+        lm_like_inputs(vocab=100, mean_entropy=5.0)

@@ -201,8 +201,6 @@ def test_row_statistics_of_hard_logits(name, ops, tile, monkeypatch):
         torch.testing.assert_close(
             value.double(), truth.expand(2), rtol=5e-7, atol=1e-6 if truth.isfinite() else 0
         )
-    if not exact[target].isfinite():
-        return
     p, onehot = exact.exp(), torch.zeros(21).double().index_fill_(0, torch.tensor(target), 1)
     finite = exact.masked_fill(exact == -INF, 0)
     c = torch.tensor([0.7, -0.7])
