@@ -12,13 +12,16 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation of the rewards, as the mainstream trainers do."""
+
+MAX_REWARD = 1e100
+"""Squares of rewards and their sums stay finite in float64."""
 
 SUCCESS_RATE_SLACK = 1e-4
 """A success rate this far outside [0, 1] is rounding and is clamped; farther is an error."""
@@ -143,8 +146,10 @@ def group_advantages(
         trainers; Dr. GRPO 2503.20783; RLOO 2402.14740; success rate F-GRPO 2602.06717 eq. 11.
     """
     values, dtype = _to_float64("rewards", rewards)
-    if torch.isinf(values).any():
-        raise ValueError("rewards: expected finite values, None or NaN, received an infinite one")
+    if (values.abs() > MAX_REWARD).any():
+        raise ValueError(
+            f"rewards: expected finite values (to +-{MAX_REWARD:g}), None or NaN, received others"
+        )
     scored = ~torch.isnan(values)
     index = _group_index(len(values), values.device, group_size, group_ids)
     groups = _Groups(torch.where(scored, values, 0.0), scored, index)
@@ -168,9 +173,14 @@ def focal_weight(success_rate: Tensor | Sequence[float] | float, gamma: float) -
     Raises: ValueError if gamma is negative or a success rate is outside [-1e-4, 1 + 1e-4] or NaN.
     Source: F-GRPO 2602.06717 eq. 12.
     """
-    if not (gamma >= 0 and math.isfinite(gamma)):
-        raise ValueError(f"gamma: expected a finite number >= 0, received {gamma}")
-    rate = torch.as_tensor(success_rate).detach()
+    if not isinstance(gamma, Real) or not (gamma >= 0 and math.isfinite(gamma)):
+        raise ValueError(f"gamma: expected a finite number >= 0, received {gamma!r}")
+    try:
+        rate = torch.as_tensor(success_rate).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"success_rate: expected numbers, received {success_rate!r}") from error
+    if rate.is_complex():
+        raise ValueError(f"success_rate: expected real numbers, received {rate.dtype}")
     if rate.dtype != torch.float64:
         rate = rate.float()
     outside = outside_unit_interval(rate)
@@ -227,16 +237,24 @@ def _group_index(
                 f"group_size: expected a divisor of the {n} rewards, received {group_size}"
             )
         return torch.arange(n, device=device) // group_size
-    assert group_ids is not None
+    if not isinstance(group_ids, Tensor):
+        try:
+            group_ids = list(group_ids)  # type: ignore[arg-type]
+        except TypeError:
+            got = type(group_ids).__name__
+            raise ValueError(f"group_ids: expected {n} ids, received {got}") from None
     shape = tuple(group_ids.shape) if isinstance(group_ids, Tensor) else (len(group_ids),)
     if shape != (n,):
         raise ValueError(f"group_ids: expected shape {(n,)} as the rewards, received {shape}")
     if isinstance(group_ids, Tensor):
+        if group_ids.is_floating_point() and group_ids.isnan().any():
+            raise ValueError("group_ids: expected numbers or strings, received NaN")
         return torch.unique(group_ids.to(device), return_inverse=True)[1]
     # Tensors hash by identity: each would be a group of its own.
     keys = [i.item() if isinstance(i, Tensor) and i.dim() == 0 else i for i in group_ids]
-    if any(isinstance(key, Tensor) or key != key for key in keys):
-        raise ValueError("group_ids: expected numbers or strings, received a tensor or NaN")
+    for key in keys:
+        if not isinstance(key, Hashable) or isinstance(key, Tensor) or key != key:
+            raise ValueError(f"group_ids: expected numbers or strings, received {key!r}")
     numbers: dict[Hashable, int] = {}
     inverse = [numbers.setdefault(key, len(numbers)) for key in keys]
     return torch.tensor(inverse, dtype=torch.int64, device=device)
@@ -268,13 +286,13 @@ def _correctness(groups: _Groups, correct: Floats | None) -> Tensor:
     raise ValueError(
         "correct: expected it to be given, because the rewards are neither all in [0, 1] nor of "
         f"exactly two values; received {len(distinct)} distinct rewards from "
-        f"{distinct[0].item():g} to {distinct[-1].item():g}"
+        f"{distinct[0].item():.9g} to {distinct[-1].item():.9g}"
     )
 
 
 def _estimator(name: str, params: dict[str, object]) -> Callable[..., Tensor]:
     """The estimator's function, after a check that it takes these options."""
-    if name not in _ESTIMATORS:
+    if not isinstance(name, str) or name not in _ESTIMATORS:
         raise ValueError(
             f"estimator: expected one of {', '.join(map(repr, _ESTIMATORS))}, received {name!r}"
         )

@@ -130,14 +130,8 @@ class PolicyLossConfig:
         self._check_number("kl_coef", _finite(self.kl_coef) >= 0, ">= 0 and finite")
         self._check_number("entropy_coef", not math.isnan(_finite(self.entropy_coef)), "finite")
         self._check_number("rollout_max", _finite(self.rollout_max) > 0, "> 0 and finite")
-        if self.rollout_min is not None:
-            if self.rollout_correction == "truncate":
-                raise ValueError(
-                    "rollout_min must be None for rollout_correction='truncate', "
-                    f"got {self.rollout_min!r}"
-                )
-            in_range = 0 <= _finite(self.rollout_min) <= self.rollout_max
-            self._check_number("rollout_min", in_range, f"None or in [0, {self.rollout_max}]")
+        if self.rollout_correction is not None and self.rollout_min is not None:
+            self._check_rollout_min()
         self._check_number("temperature", _finite(self.temperature) > 0, "> 0 and finite")
         self._check_number("logit_scale", _finite(self.logit_scale) > 0, "> 0 and finite")
         slope = self.logit_scale / self.temperature
@@ -163,6 +157,15 @@ class PolicyLossConfig:
             self._check_number("fixed_length", _count(self.fixed_length), "None or an int > 0")
         elif self.reduction == "fixed_length":
             raise ValueError("fixed_length is required for reduction='fixed_length', got None")
+
+    def _check_rollout_min(self) -> None:
+        if self.rollout_correction == "truncate":
+            raise ValueError(
+                "rollout_min must be None for rollout_correction='truncate', "
+                f"got {self.rollout_min!r}"
+            )
+        in_range = 0 <= _finite(self.rollout_min) <= self.rollout_max
+        self._check_number("rollout_min", in_range, f"None or in [0, {self.rollout_max}]")
 
     def _check_number(self, field: str, ok: bool, expected: str) -> None:
         if not ok:
@@ -225,7 +228,10 @@ def _real(value: object) -> float:
     """The number, or NaN (which fails every comparison) for what is not one."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond float's range
+        return math.inf
 
 
 def _finite(value: object) -> float:

@@ -23,6 +23,11 @@ class _NoDerivative(torch.autograd.Function):
         )
 
 
+def first_order(tensor: Tensor) -> Tensor:
+    """The same values; their gradient has no derivative."""
+    return _FirstOrder.apply(tensor)  # type: ignore[no-any-return]
+
+
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """Decorates `Function.backward`: with `create_graph=True` its gradients carry a graph whose
     backward raises. (`once_differentiable` leaves them detached where the upstream gradient is a
@@ -39,3 +44,14 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., tuple[Any, .
         )
 
     return call
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor]:
+        return (gradient,)

@@ -6,7 +6,6 @@ counts of rows) is asked of the device in a single copy, `HostFacts`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Real
 
@@ -336,9 +335,9 @@ def _positive(
                 f"{name}: expected a number or 0-dim tensor, received shape {tuple(value.shape)}"
             )
         value = value.detach().to(device=device, dtype=torch.float64)
-        facts.ask(f"{name}_bad", ~((value > 0) & torch.isfinite(value)))
+        facts.ask(f"{name}_bad", ~((value > 1e-30) & (value < 1e30)))
         return value
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 1e-30 < value < 1e30:
         raise ValueError(f"{name}: expected a finite number > 0, received {value!r}")
     return torch.full((), float(value), dtype=torch.float64, device=device)
 

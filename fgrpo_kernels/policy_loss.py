@@ -7,8 +7,8 @@ back).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from fgrpo_kernels.backends import choose_impl, row_ops
 from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
+from fgrpo_kernels.first_order import first_order
 from fgrpo_kernels.inputs import (
     HeadInputs,
     HostFacts,
@@ -38,9 +39,12 @@ from fgrpo_kernels.surrogates import (
 from fgrpo_kernels.token_logps import head_logps
 
 
-@dataclass(frozen=True)
-class PolicyLossOutput:
-    """What `focal_policy_loss` returns; all but `loss` is detached."""
+class PolicyLossOutput(NamedTuple):
+    """What `focal_policy_loss` returns; all but `loss` is detached.
+
+    A tuple, because engines with backward hooks on modules (ZeRO-3) look for the tensors of a
+    module's output in tuples, lists and dicts alone.
+    """
 
     loss: Tensor
     """0-dim, float32 (float64 for float64 input), attached even when nothing is active."""
@@ -128,7 +132,8 @@ def focal_policy_loss(
             differentiable twice). An explicit choice never falls back.
         objective: callable (logps, rows) -> per-token loss in place of the surrogate, plain torch
             on flat rows (`PolicyRows`). With `objective.row_local = False` it sees all rows at
-            once, else a chunk at a time.
+            once, else a chunk at a time. It is evaluated twice, for gradient and for value, so it
+            must be deterministic; its own parameters get their gradient.
         return_logps: False: rows with a zero coefficient are not scored, logps and entropy are
             None, and the token metrics cover the scored rows.
         tp_group: vocabulary-parallel head; not implemented yet.
@@ -257,6 +262,8 @@ class _Call:
         weights = self.side.token_weights
         if weights is None or not weights.requires_grad:
             return rows
+        if self.impl != "reference":
+            weights = first_order(weights)
         weights = weights if self.index is None else weights[self.index]
         return replace(rows, advantages=rows.advantages * weights)
 

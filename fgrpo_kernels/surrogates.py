@@ -49,8 +49,7 @@ class PolicyRows:
 
 
 Objective = Callable[[Tensor, PolicyRows], Tensor]
-"""(logps, rows) -> per-token loss, in the place of the configured surrogate; must not write to its
-arguments."""
+"""(logps, rows) -> per-token loss, in the place of the configured surrogate."""
 
 
 def with_old_logps(rows: PolicyRows, logps: Tensor) -> PolicyRows:
@@ -136,7 +135,8 @@ def per_token_loss(
     if objective is None:
         loss = SURROGATES[config.surrogate](logps, rows, config)
     else:
-        loss = objective(logps, rows)
+        # Copies: what a user's function writes to must not reach the caller's tensors.
+        loss = objective(logps.clone(), rows.map(Tensor.clone))
         if not isinstance(loss, Tensor) or loss.shape != logps.shape:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(

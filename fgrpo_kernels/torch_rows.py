@@ -73,7 +73,7 @@ def row_statistics(
         torch.maximum(block.amax(1, keepdim=True), block_target, out=block_max)
         slope = head.softcap_slope(block) if needs_slope else None
         shifted = torch.sub(block, block_max, out=shifted_buffer[: len(block)])
-        if head.bias is not None:  # nothing else can forbid a token with -inf
+        if head.bias is not None:  # only a bias can forbid a token with -inf and harm no other
             shifted.clamp_(min=_lowest_exponent(logits.dtype))
         exps = torch.exp(shifted, out=exp_buffer[: len(block)] if keep_logits else block)
         torch.sum(exps, 1, out=block_rest)

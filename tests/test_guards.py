@@ -9,6 +9,7 @@ from fgrpo_kernels import (
     FocalPolicyLoss,
     PolicyLossConfig,
     focal_policy_loss,
+    focal_weight,
     group_advantages,
     rollout_weights,
     token_logps,
@@ -80,7 +81,7 @@ def test_group_ids_of_tensors_are_their_numbers():
         by_tensor.advantages, group_advantages(rewards, group_ids=[0, 0, 7, 7]).advantages
     )
     assert by_tensor.degenerate.tolist() == [False, False, True, True]
-    with pytest.raises(ValueError, match="group_ids.*NaN"):
+    with pytest.raises(ValueError, match="group_ids.*nan"):
         group_advantages(rewards, group_ids=[float("nan")] * 4)
 
 
@@ -119,3 +120,69 @@ def test_sizes_and_scales_that_hold_nothing_are_named():
             cu_seqlens=torch.tensor([0]),
             config=PolicyLossConfig.dapo(),
         )
+
+
+def test_an_objective_that_writes_to_its_rows_writes_to_copies():
+    inputs = make_inputs(4, 5, 6, 11)
+    old_logps = inputs.old_logps.clone()
+
+    def writes(logps, rows):
+        rows.advantages.mul_(2)
+        rows.old_logps.zero_()
+        return -logps * rows.advantages
+
+    values = {
+        impl: focal_policy_loss(**inputs.arguments(), impl=impl, objective=writes)
+        for impl in ("torch", "reference")
+    }
+    assert torch.allclose(values["torch"].loss, values["reference"].loss, rtol=1e-5)
+    assert torch.equal(inputs.old_logps, old_logps)
+
+
+def test_a_penalty_on_the_gradient_of_token_weights_raises():
+    inputs = make_inputs(4, 5, 6, 11)
+    weights = torch.ones(4, 5, requires_grad=True)
+    output = focal_policy_loss(**inputs.arguments() | {"token_weights": weights}, config=CONFIG)
+    (gradient,) = torch.autograd.grad(output.loss, weights, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.square().sum().backward()
+
+
+def test_module_hooks_see_the_loss():
+    """Engines that shard parameters gather them again in a backward hook of the module."""
+    inputs = make_inputs(4, 5, 6, 11)
+    head = nn.Linear(6, 11, bias=False)
+    module = FocalPolicyLoss(head, PolicyLossConfig.dapo())
+    fired = []
+    module.register_full_backward_pre_hook(lambda module, gradients: fired.append(gradients))
+    output = module(inputs.hidden, inputs.completion_ids, inputs.advantages)
+    output.loss.backward()
+    assert len(fired) == 1
+    assert head.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "rewards, kwargs, message",
+    [
+        ([1e308, -1e308, 0.0], {"group_size": 3, "correct": [1, 0, 0]}, "rewards: expected finite values"),
+        ([1.0, 0.0], {"group_ids": torch.tensor([torch.nan, torch.nan])}, "group_ids.*NaN"),
+        ([1.0, 0.0], {"group_ids": [[1], [1]]}, r"group_ids: expected numbers.*\[1\]"),
+        ([1.0, 0.0], {"group_ids": 3}, "group_ids: expected 2 ids, received int"),
+        ([1.0, 0.0], {"group_size": 2, "estimator": ["grpo"]}, "estimator: expected one of"),
+    ],
+)
+def test_group_advantages_names_what_it_cannot_use(rewards, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(rewards, **kwargs)
+
+
+@pytest.mark.parametrize("rate, gamma", [(None, 1.0), ([0.5], "1"), (torch.tensor([1j]), 1.0)])
+def test_focal_weight_names_what_it_cannot_use(rate, gamma):
+    with pytest.raises(ValueError, match="success_rate: expected|gamma: expected"):
+        focal_weight(rate, gamma)
+
+
+def test_unused_rollout_bounds_are_accepted():
+    PolicyLossConfig(rollout_min=3.0, rollout_max=2.0)
+    with pytest.raises(ValueError, match="rollout_min"):
+        PolicyLossConfig(rollout_min=3.0, rollout_max=2.0, rollout_correction="mask")
