@@ -164,7 +164,11 @@ def test_module_hooks_see_the_loss():
 @pytest.mark.parametrize(
     "rewards, kwargs, message",
     [
-        ([1e308, -1e308, 0.0], {"group_size": 3, "correct": [1, 0, 0]}, "rewards: expected finite values"),
+        (
+            [1e308, -1e308, 0.0],
+            {"group_size": 3, "correct": [1, 0, 0]},
+            "rewards: expected finite values",
+        ),
         ([1.0, 0.0], {"group_ids": torch.tensor([torch.nan, torch.nan])}, "group_ids.*NaN"),
         ([1.0, 0.0], {"group_ids": [[1], [1]]}, r"group_ids: expected numbers.*\[1\]"),
         ([1.0, 0.0], {"group_ids": 3}, "group_ids: expected 2 ids, received int"),
