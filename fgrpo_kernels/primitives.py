@@ -18,6 +18,9 @@ K3: tl.constexpr = tl.constexpr(3)
 TRUNCATE: tl.constexpr = tl.constexpr(1)
 MASK: tl.constexpr = tl.constexpr(2)
 
+LOWEST: tl.constexpr = tl.constexpr(-1.7e38)
+"""Stands for -inf inside the sums: 0 times it is 0, and differences of two are finite."""
+
 
 @triton.jit
 def log1p(x):
@@ -81,23 +84,49 @@ def kl_coefficient(logp, ref_logp, KL: tl.constexpr):
 
 
 @triton.jit
-def merge_row_statistics(m, s, moment, z, mask):
-    """Online softmax over one tile: maximum m, s = sum exp(z - m), moment = sum exp(z - m) (z - m).
+def floored(z):
+    """z, but LOWEST for -inf; NaN stays NaN."""
+    return tl.maximum(z, LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
-    Lanes outside `mask` do not count; a tile of -inf leaves everything as it is.
-    """
-    z = tl.where(mask, z, float("-inf"))
-    tile_max = tl.max(z, 0)
-    new_m = tl.maximum(m, tile_max, propagate_nan=tl.PropagateNan.ALL)
-    base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    shifted = z - base
+
+@triton.jit
+def tile_statistics(z, AXIS: tl.constexpr, WITH_MOMENT: tl.constexpr):
+    """(m, s, moment) of floored logits along the last axis, AXIS: m = max z, s = sum exp(z - m),
+    moment = sum exp(z - m) (z - m), or 0."""
+    m = tl.max(z, AXIS)
+    if AXIS == 0:
+        shifted = z - m
+    else:
+        shifted = z - m[:, None]
     e = tl.exp(shifted)
-    # 0 * -inf would be NaN: lanes without probability leave the moment alone.
-    tile_moment = tl.sum(e * tl.where(e > 0, shifted, 0.0), 0)
-    shift = tl.where(m == float("-inf"), 0.0, m - base)
-    scale = tl.where(m == float("-inf"), 0.0, tl.exp(shift))
-    new_moment = (moment + s * shift) * scale + tile_moment
-    return new_m, s * scale + tl.sum(e, 0), new_moment
+    s = tl.sum(e, AXIS)
+    moment = s * 0.0
+    if WITH_MOMENT:
+        moment = tl.sum(e * shifted, AXIS)
+    return m, s, moment
+
+
+@triton.jit
+def rebased(m, s, moment, base):
+    """(s, moment) with exponents relative to `base` >= m. What stood for nothing but -inf, m at
+    LOWEST, vanishes beside any real logit."""
+    shift = m - base
+    s = s * tl.exp(shift)
+    return s, moment * tl.exp(shift) + s * shift
+
+
+@triton.jit
+def finished_statistics(target, m, s, moment):
+    """(logp, entropy, m, total) of a row from its target logit and the statistics of the rest, m
+    being at least the target. A row without a possible token is NaN."""
+    m = tl.where(m == LOWEST, float("-inf"), m)
+    shifted = target - m
+    e = tl.exp(shifted)
+    total = e + s
+    log_total = tl.where(e >= s, shifted + log1p(s / e), tl.log(total))
+    logp = tl.where(shifted < -60.0, shifted - log_total, -log1p(s / e))
+    entropy = log_total - (moment + e * tl.where(e > 0, shifted, 0.0)) / total
+    return logp, entropy, m, total
 
 
 @triton.jit
@@ -105,20 +134,20 @@ def statistics_of_row(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.cons
     """(logp, entropy, m, rest, total) of a row; `rest` sums without the target, so that confident
     tokens keep their precision."""
     target = tl.load(logits_ptr + row_start + target_id)
-    m = target
+    m = floored(target)
     s = tl.full((), 0.0, target.dtype)
     moment = tl.full((), 0.0, target.dtype)
     for start in range(0, n_cols, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
-        inside = (cols < n_cols) & (cols != target_id)
-        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
-        m, s, moment = merge_row_statistics(m, s, moment, z, inside)
-    shifted = target - m
-    e = tl.exp(shifted)
-    total = e + s
-    log_total = tl.where(e >= s, shifted + log1p(s / e), tl.log(total))
-    logp = tl.where(shifted < -60.0, shifted - log_total, -log1p(s / e))
-    entropy = log_total - (moment + e * tl.where(e > 0, shifted, 0.0)) / total
+        # The target is taken out in registers: a mask with a hole would split the wide loads.
+        z = tl.load(logits_ptr + row_start + cols, mask=cols < n_cols, other=LOWEST)
+        z = floored(tl.where(cols == target_id, LOWEST, z))
+        tile_m, tile_s, tile_moment = tile_statistics(z, 0, True)
+        new_m = tl.maximum(m, tile_m, propagate_nan=tl.PropagateNan.ALL)
+        s, moment = rebased(m, s, moment, new_m)
+        tile_s, tile_moment = rebased(tile_m, tile_s, tile_moment, new_m)
+        m, s, moment = new_m, s + tile_s, moment + tile_moment
+    logp, entropy, m, total = finished_statistics(target, m, s, moment)
     return logp, entropy, m, s, total
 
 
@@ -151,10 +180,14 @@ def write_gradient_of_row(
     """E of a row: p_v and -(1 - p_y), or with an entropy gradient s the finished
     c (onehot - p) - s p (log p + H); times the soft-cap's slope."""
     log_total = tl.log(total)
-    target_z = tl.load(logits_ptr + row_start + target_id)
+    e_target = -(rest / total)
+    if HAS_ENTROPY:
+        p_target = tl.exp(logp)
+        bonus = tl.where(p_target > 0, s * p_target * (logp + entropy), 0.0)
+        e_target = c * (rest / total) - bonus
     for start in range(0, n_cols, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
-        inside = (cols < n_cols) & (cols != target_id)
+        inside = cols < n_cols
         z = tl.load(logits_ptr + row_start + cols, mask=inside, other=float("-inf"))
         log_p = (z - m) - log_total
         p = tl.exp(log_p)
@@ -162,14 +195,7 @@ def write_gradient_of_row(
             e = -p * (c + s * tl.where(p > 0, log_p + entropy, 0.0))
         else:
             e = p
+        e = tl.where(cols == target_id, e_target, e)
         if HAS_SOFTCAP:
             e = e * softcap_slope(z, softcap_factor)
         tl.store(e_ptr + e_row_start + cols, e.to(e_ptr.dtype.element_ty), mask=inside)
-    e_target = -(rest / total)
-    if HAS_ENTROPY:
-        p_target = tl.exp(logp)
-        bonus = tl.where(p_target > 0, s * p_target * (logp + entropy), 0.0)
-        e_target = c * (rest / total) - bonus
-    if HAS_SOFTCAP:
-        e_target = e_target * softcap_slope(target_z, softcap_factor)
-    tl.store(e_ptr + e_row_start + target_id, e_target.to(e_ptr.dtype.element_ty))
