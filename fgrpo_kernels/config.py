@@ -99,7 +99,10 @@ class PolicyLossConfig:
     """cap * tanh(logits / cap) before the temperature (Gemma)."""
 
     grad_tol: float = 0.0
-    """Probability mass that the backward may drop per row; 0: exact. Others are refused for now."""
+    """Probability mass, below 1, that the backward may drop per row (`sparse_backward.py`); 0:
+    exact. On CPU, for row-local objectives without entropy bonus. The metric grad_error_bound is of
+    the whole gradient: optimizers that normalise each weight's update see the relative errors of
+    rare tokens' weights, which have no bound."""
 
     skip_inactive: bool = True
     """Leave rows out of the backward GEMMs whose coefficient is known to be zero; False computes
@@ -142,11 +145,11 @@ class PolicyLossConfig:
             )
         if self.logit_softcap is not None:
             self._check_number("logit_softcap", _finite(self.logit_softcap) > 0, "None or > 0")
-        self._check_number("grad_tol", _finite(self.grad_tol) >= 0, ">= 0 and finite")
-        if self.grad_tol > 0:
+        self._check_number("grad_tol", 0 <= _finite(self.grad_tol) < 1, "in [0, 1)")
+        if self.grad_tol > 0 and self.entropy_coef != 0:
             raise ValueError(
-                "grad_tol > 0 (certified sparse backward) is not implemented yet; use 0, "
-                f"got {self.grad_tol!r}"
+                "grad_tol > 0 (sparse backward) is not implemented with an entropy bonus; use "
+                f"grad_tol=0 or entropy_coef=0, got {self.grad_tol!r} and {self.entropy_coef!r}"
             )
         self._check_number("skip_inactive", isinstance(self.skip_inactive, bool), "True or False")
         if self.max_chunk_bytes is not None:

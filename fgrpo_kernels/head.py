@@ -95,6 +95,13 @@ class HeadProducts:
         """Hidden states rounded to the operand's dtype, stored for the products."""
         return hidden.to(self._head.operand_dtype).to(self.storage_dtype)
 
+    def weight_rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, index into them): the rows of W that `index` names, as accumulators."""
+        if self._direct:
+            return self._weight, index
+        distinct, index = index.unique(return_inverse=True)
+        return self._weight[distinct].to(self._head.operand_dtype).to(self._head.dtype), index
+
     def logits(self, x: Tensor, out: Tensor) -> Tensor:
         """out (C, V) = the finished logits of x."""
         scale = self._head.inner_scale

@@ -39,6 +39,10 @@ RowPass = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor, Tensor]]
 logits' buffer, with dL/dlogits = diag(g) E."""
 
 
+AddGradients = Callable[["ChunkPass", "HeadGradients", slice, Tensor, Tensor, Tensor], None]
+"""What is done with a chunk's E and g: `ChunkPass.add_gradients`, or the sparse one."""
+
+
 @dataclass(frozen=True)
 class HeadRows:
     """The rows to score: which of hidden's rows, in which order, and how many need a gradient.
@@ -96,21 +100,24 @@ class ChunkPass:
     def __init__(self, head: LinearHead, hidden: Tensor, rows: HeadRows, logits: Tensor) -> None:
         self.size = len(logits)
         self._hidden, self._index = hidden.detach(), rows.index
-        self._products = HeadProducts(head)
+        self.products = HeadProducts(head)
         self._first = True
         like: dict[str, Any] = {"dtype": head.dtype, "device": hidden.device}
         self._logits = self._e = logits
-        if self._products.storage_dtype != head.dtype:
-            self._e = torch.empty_like(self._logits, dtype=self._products.storage_dtype)
+        if self.products.storage_dtype != head.dtype:
+            self._e = torch.empty_like(self._logits, dtype=self.products.storage_dtype)
         self._dhidden = torch.empty(self.size, hidden.shape[1], **like)
+
+    def positions(self, part: slice | Tensor) -> slice | Tensor:
+        """Where in hidden the rows are."""
+        return part if self._index is None else self._index[part]
 
     def x(self, part: slice) -> Tensor:
         """The rows' hidden states as operands."""
-        hidden = self._hidden[part] if self._index is None else self._hidden[self._index[part]]
-        return self._products.rows(hidden)
+        return self.products.rows(self._hidden[self.positions(part)])
 
     def logits(self, x: Tensor) -> Tensor:
-        return self._products.logits(x, self._logits[: len(x)])
+        return self.products.logits(x, self._logits[: len(x)])
 
     def e(self, x: Tensor, *, apart: bool = False) -> Tensor:
         """Where a chunk's E goes: in place of its logits where the types agree, unless `apart`."""
@@ -119,17 +126,19 @@ class ChunkPass:
         return self._e[: len(x)]
 
     def add_gradients(
-        self, wanted: HeadGradients, part: slice, x: Tensor, e: Tensor, g: Tensor
+        self, wanted: HeadGradients, part: slice | Tensor, x: Tensor, e: Tensor, g: Tensor
     ) -> None:
         """hidden = g (E W), weight += E^T (g x), bias += E^T g."""
         if wanted.hidden is not None:
-            out = wanted.hidden[part] if self._index is None else self._dhidden[: len(x)]
-            self._products.hidden_gradient(e, out).mul_(g[:, None])
-            if self._index is not None:
-                wanted.hidden[self._index[part]] = out
+            where = self.positions(part)
+            in_place = isinstance(where, slice)
+            out = wanted.hidden[where] if in_place else self._dhidden[: len(x)]
+            self.products.hidden_gradient(e, out).mul_(g[:, None])
+            if not in_place:
+                wanted.hidden[where] = out
         if wanted.weight is not None:
             scaled = (x * g[:, None]).to(x.dtype)
-            self._products.add_weight_gradient(e, scaled, wanted.weight, first=self._first)
+            self.products.add_weight_gradient(e, scaled, wanted.weight, first=self._first)
         if wanted.bias is not None:
             wanted.bias.add_(torch.mv(e.t(), g.to(e.dtype)))
         self._first = False
@@ -141,6 +150,7 @@ def head_pass(
     rows: HeadRows,
     wanted: HeadGradients,
     row_pass: RowPass | None,
+    add_gradients: AddGradients = ChunkPass.add_gradients,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (n,) of all rows; with `row_pass`, gradients of the active ones into
     `wanted`."""
@@ -154,7 +164,7 @@ def head_pass(
             x = run.x(part)
             e = run.e(x)
             logps[part], entropy[part], g = row_pass(run.logits(x), part, e)
-            run.add_gradients(wanted, part, x, e, g)
+            add_gradients(run, wanted, part, x, e, g)
         for part in chunks(len(rows) - num_active, run.size, num_active):
             logits = run.logits(run.x(part))
             stats = rows.row_ops.row_statistics(
@@ -225,9 +235,10 @@ class RowLocalGradient(torch.autograd.Function):
         head: LinearHead,
         rows: HeadRows,
         row_pass: RowPass,
+        add_gradients: AddGradients,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = new_gradients(head, hidden, ctx.needs_input_grad[:3], rows.num_active)
-        logps, entropy = head_pass(head, hidden, rows, wanted, row_pass)
+        logps, entropy = head_pass(head, hidden, rows, wanted, row_pass, add_gradients)
         ctx.gradients = wanted
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias))
         ctx.mark_non_differentiable(logps, entropy)
@@ -242,4 +253,4 @@ class RowLocalGradient(torch.autograd.Function):
                 "again, or use impl='reference', which keeps the graph"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return (*finished_gradients(gradients, ctx.dtypes, danchor), None, None, None)
+        return (*finished_gradients(gradients, ctx.dtypes, danchor), None, None, None, None)

@@ -58,9 +58,14 @@ def batch_metrics(
     """(numerator, count) of what is known of all rows, scored or not; `mask` is M over them.
 
     active_fraction: tokens of M whose coefficient is not known to be zero. focal_weight_mean: over
-    the sequences with a valid token. rejected_fraction: of the input mask. sparse_row_fraction and
-    grad_error_bound (relative to the gradient's scale, sum_t |c_t| max_v ||W_v||): of the sparse
-    backward; 0 for the exact one.
+    the sequences with a valid token. rejected_fraction: of the input mask.
+
+    Of the sparse backward (grad_tol > 0); 0 for the exact one. sparse_row_fraction: share of the
+    rows with a gradient pass that left the dense products. grad_error_bound: sum_t |c_t| u_t over
+    sum_t |c_t|, with c = dL/dlogp and u >= the mass that the row dropped, so that with the loss's
+    gradient scale = sum_t |c_t| logit_scale / temperature
+        sum_t ||error of dL/dh_t|| <= grad_error_bound * scale * max_v ||W_v||
+        ||error of dL/dW||_F       <= grad_error_bound * scale * max_t ||h_t||
     """
     dtype = rows.advantages.dtype
     keep = custom or config.kl_coef > 0 or config.entropy_coef != 0
@@ -78,4 +83,4 @@ def batch_metrics(
 
 def quotients(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """numerator / count, 0 when the count is 0; 0-dim."""
-    return {name: numerator / count.clamp(min=1) for name, (numerator, count) in sums.items()}
+    return {name: a / torch.where(b == 0, 1, b) for name, (a, b) in sums.items()}

@@ -26,10 +26,19 @@ from fgrpo_kernels.inputs import (
     read_head_inputs,
     read_loss_inputs,
 )
-from fgrpo_kernels.linear_head import HeadRows, RowLocalGradient, RowPass, split_row_pass
+from fgrpo_kernels.linear_head import (
+    AddGradients,
+    ChunkPass,
+    Coefficients,
+    HeadRows,
+    RowLocalGradient,
+    RowPass,
+    split_row_pass,
+)
 from fgrpo_kernels.metrics import batch_metrics, policy_metrics, quotients
 from fgrpo_kernels.reductions import denominator, row_weights, weighted_sum
 from fgrpo_kernels.rollout_correction import rollout_correction
+from fgrpo_kernels.sparse_backward import SparseBackward, check_tolerance
 from fgrpo_kernels.surrogates import (
     Objective,
     PolicyRows,
@@ -205,6 +214,9 @@ class _Call:
         self.return_logps = return_logps
         has_old = loss_inputs.old_logps is not None
         self.row_local = is_row_local(config, has_old_logps=has_old, objective=objective)
+        self.sparse: SparseBackward | None = None
+        if config.grad_tol > 0:
+            check_tolerance(impl, head_inputs.hidden.device, self.row_local)
         self.mask_known = config.rollout_correction != "mask" or has_old
         rows = self._all_rows()
         active = rows.mask if self._skips else head_inputs.valid
@@ -300,6 +312,7 @@ class _Call:
             sums = policy_metrics(logps, entropy, scored_rows, config)
             custom = self.objective is not None
             sums |= batch_metrics(rows, mask, self.side, config, custom)
+            sums |= {} if self.sparse is None else self.sparse.metric_sums()
             sums = {name: (a.detach(), b.detach()) for name, (a, b) in sums.items()}
         return PolicyLossOutput(
             loss=loss,
@@ -333,16 +346,30 @@ class _Call:
         # On CPU the coefficients are fp32 whatever the operands: dividing them early saves a pass
         # over the weight's gradient. Elsewhere narrow types would underflow.
         early = self.mask_known and hidden.device.type == "cpu"
-        row_pass = self._row_pass(head_rows, weights / divisor if early else weights)
-        anchor, logps, entropy = RowLocalGradient.apply(*tensors, head, head_rows, row_pass)
+        steps = self._chunk_steps(head_rows, weights / divisor if early else weights)
+        anchor, logps, entropy = RowLocalGradient.apply(*tensors, head, head_rows, *steps)
         return logps, entropy, anchor, 1.0 if early else None
 
-    def _row_pass(self, head_rows: HeadRows, weights: Tensor) -> RowPass:
-        config, rows = self.config, self.rows.map(Tensor.detach)
+    def _chunk_steps(self, head_rows: HeadRows, weights: Tensor) -> tuple[RowPass, AddGradients]:
+        """What `head_pass` does with a chunk's logits, and then with its E and g."""
+        head, config, rows = self.head, self.config, self.rows.map(Tensor.detach)
+        if config.grad_tol > 0:
+            coefficients = self._coefficients(rows, weights)
+            self.sparse = SparseBackward(head, head_rows, coefficients, config.grad_tol)
+            return self.sparse.row_pass, self.sparse.add_gradients
         if self.impl == "triton" and self.objective is None:
-            return head_rows.row_ops.policy_row_pass(  # type: ignore[no-any-return]
-                self.head, head_rows, rows, weights, config
+            row_pass = head_rows.row_ops.policy_row_pass(head, head_rows, rows, weights, config)
+        else:
+            row_pass = split_row_pass(
+                head,
+                head_rows,
+                self._coefficients(rows, weights),
+                entropy_gradient=config.entropy_coef != 0,
             )
+        return row_pass, ChunkPass.add_gradients
+
+    def _coefficients(self, rows: PolicyRows, weights: Tensor) -> Coefficients:
+        config = self.config
 
         def coefficients(
             part: slice, logps: Tensor, entropy: Tensor
@@ -358,9 +385,7 @@ class _Call:
                 )
             return dlogps, dentropy if config.entropy_coef != 0 else None
 
-        return split_row_pass(
-            self.head, head_rows, coefficients, entropy_gradient=config.entropy_coef != 0
-        )
+        return coefficients
 
     def _spread(self, values: Tensor) -> Tensor:
         """The scored rows' values at their positions, 0 elsewhere."""

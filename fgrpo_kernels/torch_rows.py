@@ -60,15 +60,15 @@ def row_statistics(
     logits.scatter_(1, column, hole)
     results = torch.empty((3, *ids.shape), dtype=logits.dtype, device=logits.device)
     maximum, rest, moment = results.unbind()
-    block_rows = _block_rows(logits)
-    shifted_buffer = torch.empty_like(logits[:block_rows])
+    size = block_rows(logits)
+    shifted_buffer = torch.empty_like(logits[:size])
     exp_buffer = shifted_buffer
     if keep_logits and with_entropy:
         exp_buffer = torch.empty_like(shifted_buffer)
     needs_slope = head.logit_softcap is not None and not keep_logits
     # Splitting once: slicing each row of each tensor would cost as much as a pass.
     tensors = (logits, column, target, maximum[:, None], rest, moment)
-    blocks = zip(*(t.split(block_rows) for t in tensors), strict=True)
+    blocks = zip(*(t.split(size) for t in tensors), strict=True)
     for block, block_ids, block_target, block_max, block_rest, block_moment in blocks:
         torch.maximum(block.amax(1, keepdim=True), block_target, out=block_max)
         slope = head.softcap_slope(block) if needs_slope else None
@@ -149,9 +149,9 @@ def _write_dlogits(
 ) -> None:
     """c (onehot_v - p_v) - s p_v (log p_v + H), times the soft-cap's slope."""
     log_total = rows.total.log()
-    block_rows = _block_rows(logits)
-    for start in range(0, len(rows.ids), block_rows):
-        part = slice(start, min(start + block_rows, len(rows.ids)))
+    size = block_rows(logits)
+    for start in range(0, len(rows.ids), size):
+        part = slice(start, min(start + size, len(rows.ids)))
         slope = None if head.logit_softcap is None else head.softcap_slope(logits[part])
         # One after the other: a large common offset must cancel before the logarithm is added.
         log_probs = logits[part] - rows.maximum[part, None]
@@ -185,6 +185,7 @@ def _row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.dot(row_a, row_b, out=row_out)
 
 
-def _block_rows(logits: Tensor) -> int:
+def block_rows(logits: Tensor) -> int:
+    """Rows of a block of the element passes."""
     row_bytes = logits.shape[1] * logits.element_size()
     return max(1, torch.get_num_threads() * BLOCK_BYTES // row_bytes)

@@ -159,7 +159,8 @@ BAD = [
     ("surrogate", "dppo_tv", {}),
     ("surrogate", "dppo_kl", {}),
     ("ratio_level", "geometric_mean", {}),
-    ("grad_tol", 1e-3, {}),
+    ("grad_tol", 1.0, {}),
+    ("grad_tol", 1e-3, {"entropy_coef": 0.01}),
 ]
 
 
