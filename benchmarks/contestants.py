@@ -80,6 +80,7 @@ def weighted_advantages(inputs: LossInputs) -> Tensor:
 
 def clip_loss(logps: Tensor, inputs: LossInputs) -> Tensor:
     """The torch objective on top of a peer's log-probs (B, T)."""
+    assert inputs.old_logps is not None
     advantages = weighted_advantages(inputs)[:, None]
     ratio = (logps - inputs.old_logps).exp()
     clipped = ratio.clamp(1 - CONFIG.clip_eps_low, 1 + CONFIG.clip_eps_high)

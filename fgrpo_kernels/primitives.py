@@ -152,6 +152,21 @@ def statistics_of_row(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.cons
 
 
 @triton.jit
+def tanh(x):
+    """Within a few ulp in float32: a series where 1 - exp(-2 |x|) would cancel."""
+    u = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - u) / (1.0 + u)
+    q = x * x
+    series = 1382.0 / 155925.0 - q * (21844.0 / 6081075.0)
+    series = 62.0 / 2835.0 - q * series
+    series = 17.0 / 315.0 - q * series
+    series = 2.0 / 15.0 - q * series
+    series = 1.0 / 3.0 - q * series
+    near = x - x * q * series
+    return tl.where(q < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
 def softcap_slope(z, slope_factor):
     th = z * slope_factor
     return 1.0 - th * th

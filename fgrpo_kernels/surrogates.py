@@ -132,6 +132,9 @@ def per_token_loss(
     objective: Objective | None = None,
 ) -> Tensor:
     """w_t * surrogate_t + kl_coef * kl_t - entropy_coef * H_t for rows from `corrected_rows`."""
+    # Select before any exp: outside M the value is kept, and no derivative of garbage comes back.
+    logps = torch.where(rows.mask, logps, logps.detach())
+    entropy = torch.where(rows.mask, entropy, entropy.detach())
     if objective is None:
         loss = SURROGATES[config.surrogate](logps, rows, config)
     else:

@@ -37,9 +37,9 @@ from fgrpo_kernels.primitives import (
 from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.torch_rows import RowStatistics
 
-_SURROGATE = {"clip": primitives.CLIP, "cispo": primitives.CISPO, "reinforce": primitives.REINFORCE}
-_KL = {"k1": primitives.K1, "k2": primitives.K2, "k3": primitives.K3}
-_CORRECTION = {"truncate": primitives.TRUNCATE, "mask": primitives.MASK}
+SURROGATES = {"clip": primitives.CLIP, "cispo": primitives.CISPO, "reinforce": primitives.REINFORCE}
+KLS = {None: tl.constexpr(0), "k1": primitives.K1, "k2": primitives.K2, "k3": primitives.K3}
+CORRECTIONS = {None: tl.constexpr(0), "truncate": primitives.TRUNCATE, "mask": primitives.MASK}
 
 
 @triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["ids_ptr"])
@@ -223,6 +223,21 @@ def launch_options(vocab_size: int) -> dict[str, int]:
     return {"BLOCK_V": 4096, "num_warps": 8}
 
 
+def policy_flags(
+    config: PolicyLossConfig, *, has_old_logps: bool, has_softcap: bool
+) -> dict[str, int]:
+    """What of the objective is compiled into `policy_rows_kernel`."""
+    return {
+        "SURROGATE": SURROGATES[config.surrogate].value,
+        "KL": KLS[config.kl_estimator if config.kl_coef > 0 else None].value,
+        "CORRECTION": CORRECTIONS[config.rollout_correction].value,
+        "HAS_OLD": has_old_logps,
+        "HAS_DUAL": config.dual_clip is not None,
+        "HAS_ENTROPY": config.entropy_coef != 0,
+        "HAS_SOFTCAP": has_softcap,
+    }
+
+
 def row_statistics(
     logits: Tensor,
     ids: Tensor,
@@ -287,19 +302,15 @@ def policy_row_pass(
 ) -> RowPass:
     """The fused kernel as a row pass, for row-local built-in objectives; `row_weights` (n,), 0
     outside the loss, carry whatever is known of the reduction."""
-    correction = config.rollout_correction
     rollout = rows.rollout_logps if rows.rollout_weights is None else rows.rollout_weights
     flags = {
-        "SURROGATE": _SURROGATE[config.surrogate].value,
-        "KL": _KL[config.kl_estimator].value if config.kl_coef > 0 else 0,
-        "CORRECTION": 0 if correction is None else _CORRECTION[correction].value,
-        "HAS_OLD": rows.old_logps is not None,
-        "HAS_DUAL": config.dual_clip is not None,
-        "HAS_ENTROPY": config.entropy_coef != 0,
-        "HAS_SOFTCAP": head.logit_softcap is not None,
+        **policy_flags(
+            config,
+            has_old_logps=rows.old_logps is not None,
+            has_softcap=head.logit_softcap is not None,
+        ),
         **launch_options(head.vocab_size),
     }
-
     scalars = _scalars(config, head, row_weights)
 
     def row_pass(logits: Tensor, part: slice, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
