@@ -17,9 +17,12 @@ from contestants import (
     FLOOR,
     ONE_PRODUCT,
     SCORED,
+    SPARSE_FLAT,
+    SPARSE_PEAKED,
     TRAINED,
     BareProducts,
     drop_gradients,
+    ours_sparse,
     training_step,
 )
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -31,20 +34,28 @@ from fgrpo_kernels.testing import LossInputs
 def bench_policy_loss(
     benchmark: BenchmarkFixture,
     pytestconfig: pytest.Config,
-    problem: LossInputs,
+    problems: tuple[LossInputs, LossInputs],
     report: Report,
     peak_memory: None,
 ) -> None:
     size = report.size
+    problem, peaked = problems
     contestants = {
         FLOOR: BareProducts(problem, size, training=True),
         **{name: partial(training_step, loss, problem, size) for name, loss in TRAINED.items()},
+        SPARSE_FLAT: partial(training_step, ours_sparse, problem, size),
+        SPARSE_PEAKED: partial(training_step, ours_sparse, peaked, size),
         ONE_PRODUCT: BareProducts(problem, size, training=False),
         **{name: partial(loss, problem, size) for name, loss in SCORED.items()},
     }
+
+    def clean_up() -> None:
+        drop_gradients(problem)
+        drop_gradients(peaked)
+
     benchmark.pedantic(
         report.times.run_round,
-        args=(contestants, partial(drop_gradients, problem)),
+        args=(contestants, clean_up),
         rounds=pytestconfig.getoption("--rounds"),
     )
     benchmark.extra_info |= report.facts()

@@ -6,7 +6,15 @@ import importlib.util
 
 import pytest
 import torch
-from contestants import SCORED, SIZES, TRAINED, check, drop_gradients, make_problem
+from contestants import (
+    SCORED,
+    SIZES,
+    TRAINED,
+    check,
+    drop_gradients,
+    make_peaked_problem,
+    make_problem,
+)
 from peak_memory import measure_in_subprocess
 from report import OURS, Report
 from timing import Times
@@ -50,12 +58,13 @@ def report(pytestconfig: pytest.Config) -> Report:
 
 
 @pytest.fixture(scope="session")
-def problem(report: Report) -> LossInputs:
-    """The inputs, after every contestant has shown that it computes the same."""
-    inputs = make_problem(report.size)
-    report.checked += check(inputs, report.size)
-    drop_gradients(inputs)
-    return inputs
+def problems(report: Report) -> tuple[LossInputs, LossInputs]:
+    """Flat and peaked rows, after every contestant has shown that it computes the same."""
+    flat, peaked = make_problem(report.size), make_peaked_problem(report.size)
+    report.checked += check(flat, peaked, report.size)
+    drop_gradients(flat)
+    drop_gradients(peaked)
+    return flat, peaked
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from fgrpo_kernels import PolicyLossConfig, focal_policy_loss, focal_weight, token_logps
-from fgrpo_kernels.testing import LossInputs, make_inputs
+from fgrpo_kernels.testing import LossInputs, lm_like_inputs, make_inputs
 
 CONFIG = PolicyLossConfig.dapo(focal_gamma=0.5)
+GRAD_TOL = 1e-3
+"""Of the sparse backward."""
 TRL_VOCABULARY_CHUNK = 32768
 """What TRL's trainers pass to its kernel."""
 
@@ -61,6 +63,14 @@ SIZES = {
 def make_problem(size: Size) -> LossInputs:
     """All tokens valid, every advantage non-zero."""
     inputs = make_inputs(
+        size.batch, size.length, size.hidden, size.vocab, zero_advantage=0, drift=0.1
+    )
+    return replace(inputs, completion_mask=None, ref_logps=None, rollout_logps=None)
+
+
+def make_peaked_problem(size: Size) -> LossInputs:
+    """The same with next-token distributions as under RLVR: four of five rows below 0.01 nats."""
+    inputs = lm_like_inputs(
         size.batch, size.length, size.hidden, size.vocab, zero_advantage=0, drift=0.1
     )
     return replace(inputs, completion_mask=None, ref_logps=None, rollout_logps=None)
@@ -159,12 +169,18 @@ def ours_half_unscored(inputs: LossInputs, size: Size) -> Tensor:
     return _ours(half_inactive(inputs), size, "torch", return_logps=False)
 
 
+def ours_sparse(inputs: LossInputs, size: Size) -> Tensor:
+    return _ours(inputs, size, "torch", return_logps=True, grad_tol=GRAD_TOL)
+
+
 def reference(inputs: LossInputs, size: Size) -> Tensor:
     return _ours(inputs, size, "reference", return_logps=True)
 
 
-def _ours(inputs: LossInputs, size: Size, impl: str, *, return_logps: bool) -> Tensor:
-    config = replace(CONFIG, max_chunk_bytes=size.chunk_bytes)
+def _ours(
+    inputs: LossInputs, size: Size, impl: str, *, return_logps: bool, grad_tol: float = 0
+) -> Tensor:
+    config = replace(CONFIG, max_chunk_bytes=size.chunk_bytes, grad_tol=grad_tol)
     return focal_policy_loss(
         **inputs.arguments(), config=config, impl=impl, return_logps=return_logps
     ).loss
@@ -226,6 +242,8 @@ TRAINED: dict[str, Loss] = {
     "ours, half inactive": ours_half,
     "ours, half inactive, no logps": ours_half_unscored,
 }
+SPARSE_FLAT, SPARSE_PEAKED = "ours, grad_tol, flat rows", "ours, grad_tol, peaked rows"
+"""`ours_sparse` on `make_problem` and on `make_peaked_problem`."""
 SCORED: dict[str, Loss] = {"plain PyTorch, no grad": plain_scores, "ours, no grad": our_scores}
 FLOOR, ONE_PRODUCT = "three bare products (floor)", "one bare product"
 
@@ -242,7 +260,7 @@ def drop_gradients(inputs: LossInputs) -> None:
         leaf.grad = None
 
 
-def check(inputs: LossInputs, size: Size) -> Iterator[str]:
+def check(inputs: LossInputs, peaked: LossInputs, size: Size) -> Iterator[str]:
     """Run every contestant once and compare it with `reference`; yields each name that passed."""
     for half in (False, True):
         problem = half_inactive(inputs) if half else inputs
@@ -264,11 +282,27 @@ def check(inputs: LossInputs, size: Size) -> Iterator[str]:
     exact_logps = plain_scores(inputs, size)
     _assert_close("ours, no grad", our_scores(inputs, size), exact_logps, exact_logps)
     yield "ours, no grad"
+    for name, problem in ((SPARSE_FLAT, inputs), (SPARSE_PEAKED, peaked)):
+        exact_loss = training_step(ours, problem, size)
+        exact = {leaf_name: leaf.grad for leaf_name, leaf in problem.leaves().items()}
+        drop_gradients(problem)
+        value = training_step(ours_sparse, problem, size)
+        _assert_close(f"{name}: loss", value, exact_loss, weighted_advantages(problem))
+        for leaf_name, leaf in problem.leaves().items():
+            gradient = exact[leaf_name]
+            assert leaf.grad is not None and gradient is not None
+            _assert_close(f"{name}: d{leaf_name}", leaf.grad, gradient, gradient, GRAD_TOL)
+        drop_gradients(problem)
+        yield name
 
 
-def _assert_close(what: str, actual: Tensor, exact: Tensor, terms: Tensor) -> None:
-    """Largest error at most 1e-5 of the largest term: fp32 sums of up to V terms in another order
-    stay within about 100 roundings."""
+def _assert_close(
+    what: str, actual: Tensor, exact: Tensor, terms: Tensor, tolerance: float = 1e-5
+) -> None:
+    """Largest error at most `tolerance` of the largest term. 1e-5: fp32 sums of up to V terms in
+    another order stay within about 100 roundings."""
     error = float((actual - exact).abs().max() / terms.abs().max())
-    if not error <= 1e-5:
-        raise AssertionError(f"{what}: expected a relative error <= 1e-5, received {error:.3g}")
+    if not error <= tolerance:
+        raise AssertionError(
+            f"{what}: expected a relative error <= {tolerance:g}, received {error:.3g}"
+        )

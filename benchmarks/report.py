@@ -7,7 +7,16 @@ import os
 from dataclasses import dataclass, field
 
 import torch
-from contestants import FLOOR, ONE_PRODUCT, SCORED, TRAINED, Size
+from contestants import (
+    FLOOR,
+    GRAD_TOL,
+    ONE_PRODUCT,
+    SCORED,
+    SPARSE_FLAT,
+    SPARSE_PEAKED,
+    TRAINED,
+    Size,
+)
 from timing import Times
 
 PLAIN, OURS = "plain PyTorch", "ours"
@@ -20,6 +29,8 @@ TIME_TARGETS = [
     (OURS, "Liger fused GRPO", 0.40),
     ("ours, half inactive", OURS, 0.72),
     ("ours, half inactive, no logps", OURS, 0.55),
+    (SPARSE_PEAKED, PLAIN, 0.50),
+    (SPARSE_FLAT, OURS, 1.05),
     ("ours, no grad", ONE_PRODUCT, 1.15),
 ]
 MEMORY_TARGET = 0.25
@@ -66,12 +77,13 @@ class Report:
             f"torch {torch.__version__}, {self.threads} thread(s), load average {load}; median "
             f"{clock} of {rounds} interleaved rounds",
             f"loss and gradients agree with the reference: {len(self.checked)} of "
-            f"{len(TRAINED) + 1} contestants",
+            f"{len(TRAINED) + 3} contestants (grad_tol = {GRAD_TOL:g}: within it)",
             "",
             f"{'':31}{'seconds':>9}{'/ floor':>9}{'/ plain':>9}{'/ ours':>9}"
             f"{'peak MiB':>10}{'less grads':>12}",
         ]
-        lines += [self._row(name, FLOOR, PLAIN, OURS) for name in (FLOOR, *TRAINED)]
+        trained = (FLOOR, *TRAINED, SPARSE_FLAT, SPARSE_PEAKED)
+        lines += [self._row(name, FLOOR, PLAIN, OURS) for name in trained]
         lines.append("")
         lines += [self._row(name, ONE_PRODUCT, *SCORED) for name in (ONE_PRODUCT, *SCORED)]
         lines += [
