@@ -2,6 +2,7 @@
 
     z = softcap(logit_scale * (W h + b)) / temperature,  softcap(x) = cap * tanh(x / cap) or x
 
+With a LoRA adapter, W + s B A in place of W (`low_rank.py`).
 Operands may be bf16 or fp16; sums are fp32 (fp64 for fp64 operands).
 C rows of a chunk, V vocabulary, D hidden size.
 """
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fgrpo_kernels.low_rank import LowRankProducts, LowRankUpdate
+
 UPCAST_BLOCK_BYTES = 16 * 2**20
 """A block of the vocabulary is upcast at a time, small enough to stay in a shared cache."""
 
@@ -24,7 +27,7 @@ def accumulator_dtype(operand_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """Weight (V, D), bias (V,) or None, and the constants between product and log-softmax."""
+    """Weight (V, D), bias (V,) or None, the constants between product and log-softmax, adapter."""
 
     weight: Tensor
     bias: Tensor | None
@@ -32,6 +35,13 @@ class LinearHead:
     logit_scale: float = 1.0
     temperature: float = 1.0
     logit_softcap: float | None = None
+    lora: LowRankUpdate | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What may take a gradient: weight, bias, and the adapter's a and b."""
+        lora = self.lora
+        return (self.weight, self.bias, *((None, None) if lora is None else (lora.a, lora.b)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,6 +95,9 @@ class HeadProducts:
         if self._narrow:
             weight = weight.to(head.operand_dtype)
         self._weight = weight
+        self.low_rank: LowRankProducts | None = None
+        if head.lora is not None:
+            self.low_rank = LowRankProducts(head.lora, head.dtype, self.storage_dtype)
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -104,20 +117,24 @@ class HeadProducts:
 
     def logits(self, x: Tensor, out: Tensor) -> Tensor:
         """out (C, V) = the finished logits of x."""
-        scale = self._head.inner_scale
+        scale, beta = self._head.inner_scale, 0
+        if self.low_rank is not None:
+            # Before the large product, which adds to it: the other order would read out again.
+            self.low_rank.write_logits(x, scale, out)
+            beta = 1
         if self._narrow:
             dtype = self._head.dtype
-            torch.addmm(out, x, self._weight.t(), out_dtype=dtype, beta=0, alpha=scale, out=out)
+            torch.addmm(out, x, self._weight.t(), out_dtype=dtype, beta=beta, alpha=scale, out=out)
         elif self._direct:
-            torch.addmm(out, x, self._weight.t(), beta=0, alpha=scale, out=out)
+            torch.addmm(out, x, self._weight.t(), beta=beta, alpha=scale, out=out)
         else:
             for columns, block in self._blocks():
                 part = out[:, columns]
-                torch.addmm(part, x, block.t(), beta=0, alpha=scale, out=part)
+                torch.addmm(part, x, block.t(), beta=beta, alpha=scale, out=part)
         return self._head.finish_logits_(out)
 
     def hidden_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
-        """out (C, D) = dlogits W."""
+        """out (C, D) = dlogits W, without the adapter's part."""
         if self._narrow:
             return torch.mm(dlogits, self._weight, out_dtype=self._head.dtype, out=out)
         if self._direct:

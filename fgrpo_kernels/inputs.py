@@ -6,8 +6,11 @@ counts of rows) is asked of the device in a single copy, `HostFacts`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from fgrpo_kernels.advantages import focal_power, outside_unit_interval
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.low_rank import LowRankUpdate
 from fgrpo_kernels.reductions import Denominators, sequence_counts
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +56,7 @@ def read_head_inputs(
     completion_ids: Tensor,
     completion_mask: Tensor | None,
     lm_head_bias: Tensor | None,
+    lm_head_lora: tuple[Tensor, Tensor, float] | None,
     *,
     temperature: float,
     logit_scale: float,
@@ -83,6 +88,11 @@ def read_head_inputs(
     vocab_size = lm_head_weight.shape[0]
     if lm_head_bias is not None:
         check_tensor("lm_head_bias", lm_head_bias, (vocab_size,), device, FLOATS)
+    operand_dtype = _operand_dtype(hidden, lm_head_weight)
+    lora = None if lm_head_lora is None else _read_lora(lm_head_lora, hidden, lm_head_weight)
+    if lora is not None and torch.float64 in (operand_dtype, lora.operand_dtype):
+        operand_dtype = torch.float64
+        lora = replace(lora, operand_dtype=torch.float64)
     ids = completion_ids.reshape(-1)
     if completion_mask is None:
         valid = torch.ones_like(ids, dtype=torch.bool)
@@ -99,12 +109,40 @@ def read_head_inputs(
     head = LinearHead(
         weight=lm_head_weight,
         bias=lm_head_bias,
-        operand_dtype=_operand_dtype(hidden, lm_head_weight),
+        operand_dtype=operand_dtype,
         logit_scale=logit_scale,
         temperature=temperature,
         logit_softcap=logit_softcap,
+        lora=lora,
     )
     return HeadInputs(shape, hidden.reshape(-1, hidden.shape[-1]), ids, valid, head)
+
+
+def refuse_tp_group(tp_group: Any, lm_head_lora: object) -> None:
+    if tp_group is not None:
+        also = "; it also excludes lm_head_lora" if lm_head_lora is not None else ""
+        raise ValueError(
+            f"tp_group (vocabulary-parallel head) is not implemented yet; pass None{also}"
+        )
+
+
+def _read_lora(lora: object, hidden: Tensor, weight: Tensor) -> LowRankUpdate:
+    if not isinstance(lora, (tuple, list)) or len(lora) != 3:
+        parts = f"{len(lora)} elements" if isinstance(lora, (tuple, list)) else type(lora).__name__
+        raise ValueError(f"lm_head_lora: expected (A, B, scale), received {parts}")
+    a, b, scale = lora
+    width, device = hidden.shape[-1], hidden.device
+    if not isinstance(a, Tensor) or a.dim() != 2 or a.shape[1] != width or not len(a):
+        got = tuple(a.shape) if isinstance(a, Tensor) else type(a).__name__
+        raise ValueError(
+            f"lm_head_lora: expected A of shape (r, D) with r >= 1 and D = {width} as in hidden, "
+            f"received {got}"
+        )
+    check_tensor("lm_head_lora A", a, a.shape, device, FLOATS)
+    check_tensor("lm_head_lora B", b, (weight.shape[0], len(a)), device, FLOATS)
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+        raise ValueError(f"lm_head_lora: expected a finite number as scale, received {scale!r}")
+    return LowRankUpdate(a, b, float(scale), _operand_dtype(hidden, a, b))
 
 
 def check_ids(inputs: HeadInputs, known: dict[str, int]) -> None:
@@ -245,10 +283,10 @@ def check_tensor(
         raise ValueError(f"{name}: expected device {device} as hidden, received {tensor.device}")
 
 
-def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def _operand_dtype(*tensors: Tensor) -> torch.dtype:
     """The autocast dtype under autocast (which leaves float64 alone), else promoted."""
-    promoted = torch.promote_types(hidden.dtype, weight.dtype)
-    device_type = hidden.device.type
+    promoted = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type) and promoted != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return promoted

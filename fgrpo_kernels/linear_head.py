@@ -9,7 +9,8 @@ multiply-adds x 2, for N rows, all of them active:
     any other use, head trained                        8        statistics, recomputed in backward
     ... of a loss whose rows fit one chunk             6        the chunk is kept for the backward
 
-The last three are in `token_logps.py`.
+The last three are in `token_logps.py`. A LoRA adapter of rank r adds 2 N V r for each product;
+where it is trained and the weight is not, the last two cost 6 and 4.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ class HeadGradients:
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+
+
+def wants_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Asked before `Function.apply`: inside, gradients are off."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def chunk_rows(head: LinearHead, max_chunk_bytes: int | None) -> int:
@@ -128,12 +136,18 @@ class ChunkPass:
     def add_gradients(
         self, wanted: HeadGradients, part: slice | Tensor, x: Tensor, e: Tensor, g: Tensor
     ) -> None:
-        """hidden = g (E W), weight += E^T (g x), bias += E^T g."""
+        """hidden = g (E W), weight += E^T (g x), bias += E^T g; the adapter's: `low_rank.py`."""
+        low_rank, e_b = self.products.low_rank, None
+        if low_rank is not None and not (wanted.hidden is None and wanted.lora_a is None):
+            e_b = low_rank.back_projected(e)
         if wanted.hidden is not None:
             where = self.positions(part)
             in_place = isinstance(where, slice)
             out = wanted.hidden[where] if in_place else self._dhidden[: len(x)]
-            self.products.hidden_gradient(e, out).mul_(g[:, None])
+            self.products.hidden_gradient(e, out)
+            if low_rank is not None and e_b is not None:
+                low_rank.add_hidden_gradient(e_b, out)
+            out.mul_(g[:, None])
             if not in_place:
                 wanted.hidden[where] = out
         if wanted.weight is not None:
@@ -141,6 +155,10 @@ class ChunkPass:
             self.products.add_weight_gradient(e, scaled, wanted.weight, first=self._first)
         if wanted.bias is not None:
             wanted.bias.add_(torch.mv(e.t(), g.to(e.dtype)))
+        if wanted.lora_a is not None and low_rank is not None and e_b is not None:
+            low_rank.add_a_gradient(e_b, g, x, wanted.lora_a)
+        if wanted.lora_b is not None and low_rank is not None:
+            low_rank.add_b_gradient(e, g, x, wanted.lora_b)
         self._first = False
 
 
@@ -192,27 +210,27 @@ def split_row_pass(
 def new_gradients(
     head: LinearHead, hidden: Tensor, needs: tuple[bool, ...], num_rows: int
 ) -> HeadGradients:
-    """Buffers for hidden, weight, bias. The weight's is written by the first chunk, not zeroed:
-    half a gigabyte less to touch; a pass without rows zeroes it."""
+    """Buffers for hidden and `head.tensors`. The weight's is written by the first chunk, not
+    zeroed: half a gigabyte less to touch; a pass without rows zeroes it."""
     like: dict[str, Any] = {"dtype": head.dtype, "device": hidden.device}
-    new_weight = torch.empty if num_rows else torch.zeros
+    new = [torch.zeros, torch.empty if num_rows else torch.zeros, *[torch.zeros] * 3]
     return HeadGradients(
-        hidden=torch.zeros(hidden.shape, **like) if needs[0] else None,
-        weight=new_weight(head.weight.shape, **like) if needs[1] else None,
-        bias=torch.zeros(head.vocab_size, **like) if needs[2] else None,
+        *(
+            make(tensor.shape, **like) if need and tensor is not None else None
+            for make, need, tensor in zip(new, needs, (hidden, *head.tensors), strict=True)
+        )
     )
 
 
 def finished_gradients(
     gradients: HeadGradients, like: tuple[torch.dtype | None, ...], scale: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Hidden's, weight's and bias's gradient times the scalar, each in its tensor's dtype. On CPU,
-    where looking costs nothing, a factor of 1 is skipped."""
+    """Each gradient times the scalar, in its tensor's dtype. On CPU, where looking costs nothing, a
+    factor of 1 is skipped."""
     if scale is not None and scale.device.type == "cpu" and scale.item() == 1:
         scale = None
     finished: list[Tensor | None] = []
-    tensors = (gradients.hidden, gradients.weight, gradients.bias)
-    for tensor, dtype in zip(tensors, like, strict=True):
+    for tensor, dtype in zip(vars(gradients).values(), like, strict=True):
         if tensor is not None and scale is not None:
             tensor.mul_(scale)
         finished.append(None if tensor is None else tensor.to(dtype))
@@ -232,15 +250,18 @@ class RowLocalGradient(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
         head: LinearHead,
         rows: HeadRows,
         row_pass: RowPass,
         add_gradients: AddGradients,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = new_gradients(head, hidden, ctx.needs_input_grad[:3], rows.num_active)
+        wanted = new_gradients(head, hidden, ctx.needs_input_grad[:5], rows.num_active)
         logps, entropy = head_pass(head, hidden, rows, wanted, row_pass, add_gradients)
         ctx.gradients = wanted
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias))
+        tensors = (hidden, weight, bias, lora_a, lora_b)
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
         ctx.mark_non_differentiable(logps, entropy)
         return logps.new_zeros(()), logps, entropy
 

@@ -25,6 +25,7 @@ from fgrpo_kernels.inputs import (
     check_loss_facts,
     read_head_inputs,
     read_loss_inputs,
+    refuse_tp_group,
 )
 from fgrpo_kernels.linear_head import (
     AddGradients,
@@ -34,6 +35,7 @@ from fgrpo_kernels.linear_head import (
     RowLocalGradient,
     RowPass,
     split_row_pass,
+    wants_gradient,
 )
 from fgrpo_kernels.metrics import batch_metrics, policy_metrics, quotients
 from fgrpo_kernels.reductions import denominator, row_weights, weighted_sum
@@ -100,6 +102,7 @@ def focal_policy_loss(
     token_weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     lm_head_bias: Tensor | None = None,
+    lm_head_lora: tuple[Tensor, Tensor, float] | None = None,
     global_valid_tokens: float | Tensor | None = None,
     global_sequences: float | Tensor | None = None,
     config: PolicyLossConfig = PolicyLossConfig(),  # noqa: B008 - frozen
@@ -124,7 +127,7 @@ def focal_policy_loss(
             under autocast, else the promoted one; sums are float32 (float64 for float64).
         completion_ids: (B, T) or (N,), int64.
         advantages: (B,) or the shape of completion_ids; a constant, as all inputs below but
-            token_weights and lm_head_bias. With B == N the (B,) reading wins.
+            token_weights and the head's. With B == N the (B,) reading wins.
         success_rate: (B,) success rate of each sequence's group; needed when focal_gamma > 0.
         completion_mask: bool, shape of completion_ids; None: all valid. What is masked is ignored.
         old_logps: behaviour policy as recomputed by the trainer; None: on-policy, ratio 1.
@@ -133,6 +136,8 @@ def focal_policy_loss(
         token_weights: factor on each token's advantage; may require a gradient.
         cu_seqlens: (B+1,) sequence bounds of packed input; needed when anything is per sequence.
         lm_head_bias: (V,); may require a gradient.
+        lm_head_lora: (A (r, D), B (V, r), scale): the weight is W + scale B A, which is not formed.
+            A and B may require a gradient; W's dtype rule holds for them, hidden and no other.
         global_valid_tokens, global_sequences: denominators over ranks and accumulation steps, > 0,
             used as given. Micro-batches then sum to the gradient of the whole batch; where an
             engine averages over ranks or steps, multiply the loss by their number.
@@ -155,8 +160,7 @@ def focal_policy_loss(
         done twice; checkpoint the backbone, not the loss.
     Source: F-GRPO 2602.06717; the surrogates' sources are in PolicyLossConfig.
     """
-    if tp_group is not None:
-        raise ValueError("tp_group (vocabulary-parallel head) is not implemented yet; pass None")
+    refuse_tp_group(tp_group, lm_head_lora)
     if not isinstance(config, PolicyLossConfig):
         raise ValueError(f"config: expected a PolicyLossConfig, received {type(config).__name__}")
     if objective is not None and not callable(objective):
@@ -171,6 +175,7 @@ def focal_policy_loss(
         completion_ids,
         completion_mask,
         lm_head_bias,
+        lm_head_lora,
         temperature=config.temperature,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
@@ -216,7 +221,8 @@ class _Call:
         self.row_local = is_row_local(config, has_old_logps=has_old, objective=objective)
         self.sparse: SparseBackward | None = None
         if config.grad_tol > 0:
-            check_tolerance(impl, head_inputs.hidden.device, self.row_local)
+            has_lora = self.head.lora is not None
+            check_tolerance(impl, head_inputs.hidden.device, self.row_local, has_lora)
         self.mask_known = config.rollout_correction != "mask" or has_old
         rows = self._all_rows()
         active = rows.mask if self._skips else head_inputs.valid
@@ -333,11 +339,8 @@ class _Call:
         ids = self.inputs.ids if index is None else self.inputs.ids[index]
         budget = self.config.max_chunk_bytes
         head_rows = HeadRows(index, ids, self.num_active, budget, row_ops(self.impl))
-        tensors = (hidden, head.weight, head.bias)
-        wants_gradient = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in tensors
-        )
-        if not (wants_gradient and self.row_local and self.impl != "reference"):
+        tensors = (hidden, *head.tensors)
+        if not (wants_gradient(tensors) and self.row_local and self.impl != "reference"):
             entropy_gradient = self.config.entropy_coef != 0
             pair = head_logps(
                 hidden, head, head_rows, self.impl, keep=True, entropy_gradient=entropy_gradient

@@ -17,10 +17,13 @@ from fgrpo_kernels.head import LinearHead
 def reference_logps(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, head: LinearHead
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (n,) of hidden (n, D), attached to hidden, weight and bias."""
+    """Log-probs and entropies (n,) of hidden (n, D), attached to hidden and the head's tensors."""
     hidden = hidden.to(head.operand_dtype).to(head.dtype)
     weight = weight.to(head.operand_dtype).to(head.dtype)
     logits = hidden @ weight.t()
+    if head.lora is not None:
+        a, b = (t.to(head.lora.operand_dtype).to(head.dtype) for t in (head.lora.a, head.lora.b))
+        logits = logits + head.lora.scale * (hidden @ a.t() @ b.t())
     if bias is not None:
         logits = logits + bias.to(head.dtype)
     logits = logits * head.logit_scale

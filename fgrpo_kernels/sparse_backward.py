@@ -41,8 +41,13 @@ Table = Callable[[Tensor], tuple[Tensor, Tensor]]
 """index -> (rows, index into these rows)."""
 
 
-def check_tolerance(impl: str, device: torch.device, row_local: bool) -> None:
+def check_tolerance(impl: str, device: torch.device, row_local: bool, has_lora: bool) -> None:
     """Refuse what the sparse backward does not do."""
+    if has_lora:
+        raise ValueError(
+            "grad_tol > 0 (sparse backward) needs a head without an adapter, received "
+            "lm_head_lora; use grad_tol=0"
+        )
     if impl != "torch" or device.type != "cpu":
         raise ValueError(
             "grad_tol > 0 (sparse backward) needs impl='torch' on CPU, received "

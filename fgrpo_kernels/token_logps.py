@@ -13,7 +13,7 @@ from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.first_order import first_order_only
 from fgrpo_kernels.head import LinearHead
-from fgrpo_kernels.inputs import HostFacts, check_ids, read_head_inputs
+from fgrpo_kernels.inputs import HostFacts, check_ids, read_head_inputs, refuse_tp_group
 from fgrpo_kernels.linear_head import (
     ChunkPass,
     HeadGradients,
@@ -25,6 +25,7 @@ from fgrpo_kernels.linear_head import (
     head_pass,
     new_gradients,
     split_row_pass,
+    wants_gradient,
 )
 from fgrpo_kernels.reference import reference_logps
 from fgrpo_kernels.workspace import chunk_buffer
@@ -38,6 +39,7 @@ def token_logps(
     *,
     completion_mask: Tensor | None = None,
     lm_head_bias: Tensor | None = None,
+    lm_head_lora: tuple[Tensor, Tensor, float] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
@@ -53,14 +55,13 @@ def token_logps(
 
     Args: as in `focal_policy_loss`; with_entropy=False returns None for the entropy.
     Returns: (logps, entropy), shape of completion_ids, float32 (float64 for float64 input), 0.0 at
-        masked positions, attached to hidden, lm_head_weight and lm_head_bias for any upstream
-        gradient. One backward only, except with impl="reference".
+        masked positions, attached to hidden, lm_head_weight, lm_head_bias and lm_head_lora for any
+        upstream gradient. One backward only, except with impl="reference".
     Raises: as `focal_policy_loss`.
-    Cost: 2 N V D without gradient; head trained 8 (the logits are recomputed in the backward), head
-        frozen 4, with entropy 6.
+    Cost: 2 N V D without gradient; head trained 8 (the logits are recomputed in the backward), of
+        its adapter alone 6, head frozen 4, with entropy 6.
     """
-    if tp_group is not None:
-        raise ValueError("tp_group (vocabulary-parallel head) is not implemented yet; pass None")
+    refuse_tp_group(tp_group, lm_head_lora)
     # The loss's config holds the checks of these four numbers.
     PolicyLossConfig(
         temperature=temperature,
@@ -75,6 +76,7 @@ def token_logps(
         completion_ids,
         completion_mask,
         lm_head_bias,
+        lm_head_lora,
         temperature=temperature,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
@@ -118,8 +120,8 @@ def head_logps(
     if impl == "reference":
         selected = hidden if rows.index is None else hidden[rows.index]
         return reference_logps(selected, head.weight, head.bias, rows.ids, head)
-    tensors = (hidden, head.weight, head.bias)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+    tensors = (hidden, *head.tensors)
+    if not wants_gradient(tensors):
         return head_pass(head, hidden, rows, HeadGradients(), None)
     return TokenLogps.apply(*tensors, head, rows, keep, entropy_gradient)  # type: ignore[no-any-return]
 
@@ -133,13 +135,15 @@ class TokenLogps(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
         head: LinearHead,
         rows: HeadRows,
         keep: bool,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         plan: _Recompute | _KeptChunk | _UnitGradients
-        if not any(ctx.needs_input_grad[1:3]):
+        if not any(ctx.needs_input_grad[1:5]):
             plan = _UnitGradients(head, hidden, rows, entropy_gradient)
         elif keep and 0 < len(rows) <= chunk_rows(head, rows.max_chunk_bytes):
             plan = _KeptChunk(head, hidden, rows, entropy_gradient)
@@ -147,8 +151,9 @@ class TokenLogps(torch.autograd.Function):
             plan = _Recompute(head, hidden, rows)
         ctx.plan, ctx.head, ctx.hidden, ctx.num_rows = plan, head, hidden.detach(), len(rows)
         # The plan reads these again in the backward; autograd watches that nobody writes to them.
-        ctx.save_for_backward(hidden, weight, bias, rows.ids)
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias))
+        tensors = (hidden, weight, bias, lora_a, lora_b)
+        ctx.save_for_backward(*tensors, rows.ids)
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
         ctx.set_materialize_grads(False)
         return plan.forward()
 
@@ -166,7 +171,7 @@ class TokenLogps(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018 - raises if one of them was written to since
         if dlogps is None:
             dlogps = torch.zeros(ctx.num_rows, dtype=ctx.head.dtype, device=ctx.hidden.device)
-        wanted = new_gradients(ctx.head, ctx.hidden, ctx.needs_input_grad[:3], ctx.num_rows)
+        wanted = new_gradients(ctx.head, ctx.hidden, ctx.needs_input_grad[:5], ctx.num_rows)
         plan.backward(wanted, dlogps, dentropy)
         return (*finished_gradients(wanted, ctx.dtypes), None, None, None, None)
 
@@ -217,18 +222,17 @@ class _KeptChunk:
 
 
 class _UnitGradients:
-    """Frozen head: d logp / d hidden (and d entropy / d hidden) kept, scaled in the backward:
-    4 (6) N V D."""
+    """Frozen head (and adapter): d logp / d hidden (and d entropy / d hidden) kept, scaled in the
+    backward: 4 (6) N V D."""
 
     def __init__(
         self, head: LinearHead, hidden: Tensor, rows: HeadRows, entropy_gradient: bool
     ) -> None:
         self._head, self._hidden, self._rows = head, hidden.detach(), rows
-        self._of_logps = new_gradients(head, hidden, (True, False, False), len(rows))
+        needs = (True, False, False, False, False)
+        self._of_logps = new_gradients(head, hidden, needs, len(rows))
         self._of_entropy = (
-            new_gradients(head, hidden, (True, False, False), len(rows))
-            if entropy_gradient
-            else None
+            new_gradients(head, hidden, needs, len(rows)) if entropy_gradient else None
         )
 
     def forward(self) -> tuple[Tensor, Tensor]:
