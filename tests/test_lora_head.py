@@ -1,6 +1,6 @@
-"""A LoRA adapter on the head: equal to a dense head of weight W + s B A, at the price of W alone."""
+"""A LoRA adapter on the head against a dense head of weight W + s B A, and its error messages."""
 
-import copy
+import contextlib
 import itertools
 import random
 from dataclasses import replace
@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from loss_cases import OUTER, assert_same, cases, poisoned_memory
-from test_plans import LargestTensor
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.overrides import TorchFunctionMode
 
-from fgrpo_kernels import FocalPolicyLoss, PolicyLossConfig, focal_policy_loss, token_logps
+from fgrpo_kernels import PolicyLossConfig, focal_policy_loss, token_logps
 from fgrpo_kernels.testing import assert_error_rule, make_inputs
 
 RANK, SCALE = 2, 0.7
@@ -65,26 +63,20 @@ def compare(inputs, lora, *, impl, rtol=1e-9, **kwargs):
     return actual, grads
 
 
-def sampled_cases():
-    """Two cases of each surrogate x level x reduction x KL: entropy, correction, mask, soft-cap,
-    bias, temperature, frozen tensors and the rest as `loss_cases` draws them."""
-    for outer in OUTER:
-        yield from random.Random(outer).sample(list(cases(outer)), 2)
-
-
-@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
-def test_any_objective_equals_the_dense_head(impl):
-    step = 8 if impl == "triton" else 1  # the interpreter is slow
+@pytest.mark.parametrize("impl,step", [("reference", 7), ("torch", 1), ("triton", 7)])
+def test_any_objective_equals_the_dense_head(impl, step):
+    """A case of each surrogate x level x reduction x KL: entropy, correction, mask, soft-cap, bias,
+    temperature, frozen tensors and the rest as `loss_cases` draws them."""
     moved = []
-    for number, case in enumerate(itertools.islice(sampled_cases(), 0, None, step)):
+    for number, outer in enumerate(OUTER[::step]):
+        case = next(itertools.islice(cases(outer), random.Random(outer).randrange(40), None))
         # so small that the rollout correction finds tokens to keep
         lora = (*adapter(6, 11, seed=number)[:2], 0.02)
         row = 11 * 8
         config = replace(case.config, max_chunk_bytes=(None, 1, 3 * row)[number % 3])
         _, grads = compare(case.inputs, lora, impl=impl, config=config, **case.extra)
         moved.append(all(grads[name].abs().max() > 1e-6 for name in "AB"))
-    assert len(moved) == -(-2 * len(OUTER) // step)
-    assert sum(moved) > 0.8 * len(moved)  # a correction may reject every token
+    assert sum(moved) > 0.6 * len(moved)  # a correction may reject every token
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -99,8 +91,8 @@ def test_any_subset_of_tensors_may_be_frozen(plan, impl):
         tensors = (inputs.hidden, inputs.lm_head_weight, bias, *lora[:2])
         for tensor, want in zip(tensors, wanted, strict=True):
             tensor.requires_grad_(want)
-        if impl == "triton" and number % 5:
-            continue
+        if impl == "triton" and number % 7:
+            continue  # the interpreter is slow
         chunk = (None, 2 * 11 * 8)[number % 2]
         config = replace(PLANS[plan], max_chunk_bytes=chunk, logit_softcap=3.0)
         compare(inputs, lora, impl=impl, config=config)
@@ -202,6 +194,25 @@ def test_packed_input_any_strides_and_a_custom_objective():
     assert_same("dB", columns.grad.t(), grads["B"])
 
 
+class NarrowProducts(TorchFunctionMode):
+    """Shows tensors as a GPU's, and multiplies narrow operands into float32 as it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        if "out_dtype" in kwargs:
+            dtype = kwargs.pop("out_dtype")
+            assert args[-2].dtype == args[-1].dtype and args[-1].dtype.itemsize == 2
+            args = (*args[:-2], *(t.to(dtype) for t in args[-2:]))
+            self.count += 1
+        return func(*args, **kwargs)
+
+
 DTYPES = [
     # hidden and weight, A and B
     (torch.float32, torch.float32),
@@ -212,7 +223,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton", "torch-narrow"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_errors_are_at_most_twice_plain_torchs(dtypes, impl):
     """Plain torch: base(x) + s B(A x) with each layer in its dtype, as PEFT's layer computes it."""
@@ -244,8 +255,13 @@ def test_errors_are_at_most_twice_plain_torchs(dtypes, impl):
     (upstream,) = torch.autograd.grad((losses * mask).sum() / mask.sum(), exact_logps)
     plain_grads = torch.autograd.grad(plain_logps, leaves, upstream)
 
-    out = focal_policy_loss(**inputs.arguments(), lm_head_lora=lora, config=config, impl=impl)
-    grads = torch.autograd.grad(out.loss, leaves)
+    with NarrowProducts() if impl == "torch-narrow" else contextlib.nullcontext() as narrow:
+        out = focal_policy_loss(
+            **inputs.arguments(), lm_head_lora=lora, config=config, impl=impl.split("-")[0]
+        )
+        grads = torch.autograd.grad(out.loss, leaves)
+    if narrow is not None and dtype.itemsize == 2:  # a chunk's Z, E W, dW; E B, dB
+        assert narrow.count == 5 * -(-int((mask & (advantages != 0)).sum()) // 10)
     assert_error_rule("logps", out.logps, plain_logps.detach() * mask, exact.logps)
     for name, grad, plain, value, leaf in zip(
         ("hidden", "weight", "A", "B"), grads, plain_grads, exact_grads, leaves, strict=True
@@ -290,115 +306,6 @@ def test_float64_anywhere_makes_all_float64(impl):
         **exact.arguments(), lm_head_lora=(*(t.detach().float() for t in lora[:2]), SCALE)
     )
     assert wide.loss.dtype == torch.float64
-
-
-N, V, D, R = 24, 40, 8, 2  # 4 sequences of 6 tokens
-CHUNK = 5 * V * 4  # five rows: five chunks
-
-
-def flops(config, trained, *, function="loss", chunk=CHUNK):
-    """Counted FLOPs in units of 2: of hidden, weight, A and B those in `trained` need a gradient."""
-    inputs = replace(
-        make_inputs(4, 6, D, V, group_size=2, zero_advantage=0.0), completion_mask=None
-    )
-    a, b, scale = adapter(D, V, torch.float32, rank=R)
-    for name, tensor in zip("hWAB", (inputs.hidden, inputs.lm_head_weight, a, b), strict=True):
-        tensor.requires_grad_(name in trained)
-    with FlopCounterMode(display=False) as counter:
-        if function == "loss":
-            loss = focal_policy_loss(
-                **inputs.arguments(),
-                lm_head_lora=(a, b, scale),
-                config=replace(config, max_chunk_bytes=chunk),
-            ).loss
-        else:
-            logps, _ = token_logps(
-                inputs.hidden, inputs.lm_head_weight, inputs.completion_ids,
-                lm_head_lora=(a, b, scale), max_chunk_bytes=chunk,
-            )  # fmt: skip
-            loss = logps.sum()
-        if trained:
-            loss.backward()
-    return counter.get_total_flops() / 2
-
-
-LOGITS = N * D * V + N * D * R + N * R * V  # X W^T; X A^T; times B^T
-HIDDEN = N * D * V + N * R * V + N * D * R  # E W; E B; times A
-OF_A = N * D * R  # (g E B)^T X
-OF_B = N * D * R + N * R * V  # X A^T again; E^T times it
-OF_W = N * D * V
-
-
-def test_cost_of_each_plan():
-    gspo, row_local = PLANS["not-row-local"], PolicyLossConfig(surrogate="cispo")
-    assert flops(row_local, "") == LOGITS
-    for config in (row_local, PLANS["row-local-entropy"]):
-        assert flops(config, "hAB") == LOGITS + HIDDEN + OF_A + OF_B  # 4 N V D and little
-        assert flops(config, "hWAB") == LOGITS + HIDDEN + OF_A + OF_B + OF_W
-        assert flops(config, "h") == LOGITS + HIDDEN
-        assert flops(config, "B") == LOGITS + OF_B  # 2 N V D: nothing flows through W
-        assert flops(config, "A") == LOGITS + N * R * V + OF_A
-    assert flops(gspo, "h") == LOGITS + HIDDEN
-    assert flops(gspo, "hAB", chunk=None) == LOGITS + HIDDEN + OF_A + OF_B
-    assert flops(gspo, "hAB") == 2 * LOGITS + HIDDEN + OF_A + OF_B
-    assert flops(None, "h", function="logps") == LOGITS + HIDDEN
-    assert flops(None, "hAB", function="logps") == 2 * LOGITS + HIDDEN + OF_A + OF_B
-
-
-def test_the_extra_cost_at_full_size_is_under_one_percent():
-    """The same sums with the sizes of Qwen2.5-7B's head and rank 16."""
-    n, v, d, r = 8192, 152064, 3584, 16
-    extra = 3 * n * r * v + 4 * n * d * r + n * d * r  # LOGITS + HIDDEN + OF_A + OF_B less W's
-    assert extra < 0.01 * 2 * n * d * v
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("plan", PLANS)
-def test_nothing_of_n_times_v_elements_is_ever_made(plan, dtype):
-    # N V = 32 * 60 elements; the weight has 60 * 8, the chunk 4 rows
-    inputs = replace(make_inputs(4, 8, 8, 60, group_size=2, dtype=dtype), completion_mask=None)
-    for frozen in (False, True):
-        inputs.lm_head_weight.requires_grad_(not frozen)
-        config = replace(PLANS[plan], max_chunk_bytes=4 * 60 * 4)
-        with LargestTensor() as largest:
-            out = focal_policy_loss(
-                **inputs.arguments(), lm_head_lora=adapter(8, 60, dtype), config=config
-            )
-            out.loss.backward()
-        assert largest.elements == 60 * 8
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("wanted", ["h", "A", "B"])
-def test_a_second_derivative_and_a_second_backward_raise(plan, wanted):
-    inputs = make_inputs(4, 5, 6, 11)
-    a, b, scale = adapter(6, 11, torch.float32)
-    leaf = {"h": inputs.hidden, "A": a, "B": b}[wanted]
-
-    def loss():
-        return focal_policy_loss(
-            **inputs.arguments(), lm_head_lora=(a, b, scale), config=PLANS[plan]
-        ).loss
-
-    (gradient,) = torch.autograd.grad(loss(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.square().sum().backward()
-    value = loss()
-    value.backward()
-    with pytest.raises(RuntimeError, match="already differentiated|second time"):
-        value.backward()
-
-
-def test_an_adapter_written_to_before_the_backward_raises():
-    inputs = make_inputs(4, 5, 6, 11)
-    config = PolicyLossConfig.gspo(max_chunk_bytes=1)
-    for index in (0, 1):
-        lora = adapter(6, 11, torch.float32)
-        loss = focal_policy_loss(**inputs.arguments(), lm_head_lora=lora, config=config).loss
-        with torch.no_grad():
-            lora[index].add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
 
 
 def bad_adapters():
@@ -448,128 +355,3 @@ def test_what_does_not_go_with_an_adapter_is_named():
             inputs.hidden, inputs.lm_head_weight, inputs.completion_ids, lm_head_lora=lora,
             tp_group=object(),
         )  # fmt: skip
-
-
-class AdaptedLinear(nn.Module):
-    """The attributes of peft.tuners.lora.Linear (0.21) and its forward without variants."""
-
-    def __init__(self, base_layer, names=("default",), dropout=0.0, bias=False):
-        super().__init__()
-        self.base_layer = base_layer
-        vocab, width = base_layer.weight.shape
-        self.lora_A = nn.ModuleDict({n: nn.Linear(width, RANK, bias=False) for n in names})
-        self.lora_B = nn.ModuleDict({n: nn.Linear(RANK, vocab, bias=bias) for n in names})
-        drop = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
-        self.lora_dropout = nn.ModuleDict({n: drop for n in names})
-        self.scaling = {n: 1.5 for n in names}
-        self.use_dora = {n: False for n in names}
-        self.lora_variant = {}
-        self.merged_adapters, self.disable_adapters = [], False
-        self.active_adapters = [names[0]]
-
-    @property
-    def merged(self):
-        return bool(self.merged_adapters)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    def forward(self, x):
-        result = self.base_layer(x)
-        for name in self.active_adapters:
-            result = result + self.lora_B[name](self.lora_A[name](x)) * self.scaling[name]
-        return result
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_module_takes_a_lora_layer(plan, bias):
-    inputs = make_inputs(4, 5, 6, 11, group_size=2, dtype=torch.float64)
-    torch.manual_seed(0)
-    layer = AdaptedLinear(nn.Linear(6, 11, bias=bias).requires_grad_(False)).double()
-    module = FocalPolicyLoss(layer, PLANS[plan])
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    assert module.lora_A is a and module.lora_B is b and module.weight is layer.base_layer.weight
-    assert {id(p) for p in module.parameters()} == {id(p) for p in layer.parameters()}
-    given = inputs.arguments()
-    del given["lm_head_weight"], given["lm_head_bias"]
-    for layer.scaling["default"] in (1.5, 0.5):  # read at each call
-        out = module(**given)
-        expected = focal_policy_loss(
-            lm_head_weight=layer.weight + layer.scaling["default"] * b @ a,
-            lm_head_bias=layer.base_layer.bias, **given, config=PLANS[plan], impl="reference",
-        )  # fmt: skip
-        full = layer(inputs.hidden).log_softmax(-1)
-        full = full.gather(-1, inputs.completion_ids[..., None]).squeeze(-1)
-        assert_same("logps", out.logps, full.detach() * inputs.completion_mask)
-        leaves = (inputs.hidden, a, b)
-        for grad, value in zip(
-            torch.autograd.grad(out.loss, leaves),
-            torch.autograd.grad(expected.loss, leaves),
-            strict=True,
-        ):
-            assert_same("gradient", grad, value)
-
-
-def test_the_module_keeps_to_its_adapter_through_copies():
-    layer = AdaptedLinear(nn.Linear(6, 11), names=("one", "two"))
-    module = FocalPolicyLoss(layer)
-    pair = copy.deepcopy(nn.ModuleDict({"head": layer, "loss": module}))
-    assert pair["loss"].lora_B is pair["head"].lora_B["one"].weight
-    inputs = make_inputs(2, 3, 6, 11, group_size=2)
-    call = (inputs.hidden, inputs.completion_ids, inputs.advantages, inputs.success_rate)
-    layer.active_adapters = ["two"]
-    with pytest.raises(ValueError, match=r"'one' as at construction, received 'two'.*set_adapter"):
-        module(*call)
-    pair["loss"](*call).loss.backward()  # the copy's head still has "one"
-    assert pair["head"].lora_B["one"].weight.grad.abs().max() > 0
-    assert pair["head"].lora_B["two"].weight.grad is None
-
-
-def changed(**attributes):
-    layer = AdaptedLinear(nn.Linear(6, 11), names=("one", "two"))
-    for name, value in attributes.items():
-        setattr(layer, name, value)
-    return layer
-
-
-class SomeVariant:
-    pass
-
-
-REFUSED = {
-    "two": (changed(active_adapters=["one", "two"]), r"active adapters \['one', 'two'\].*set_adap"),
-    "none": (changed(active_adapters=["three"]), r"active adapters \[\].*set_adapter"),
-    "dropout": (AdaptedLinear(nn.Linear(6, 11), dropout=0.1), r"p=0.1.*lora_dropout=0"),
-    "bias": (AdaptedLinear(nn.Linear(6, 11), bias=True), "with a bias.*lora_bias=False"),
-    "dora": (changed(use_dora={"one": True}), "DoRA.*merge"),
-    "variant": (changed(lora_variant={"one": SomeVariant()}), "SomeVariant.*merge"),
-    "merged": (changed(merged_adapters=["one"]), r"merged adapters \['one'\].*unmerge"),
-    "disabled": (changed(disable_adapters=True), "disabled adapters.*enable"),
-    "nested": (AdaptedLinear(changed()), "AdaptedLinear around .*AdaptedLinear.*merge"),
-    "parameters": (
-        changed(lora_A=nn.ParameterDict({"one": nn.Parameter(torch.ones(2, 6))})),
-        "A of type Parameter and B of type Linear",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_single_plain_adapter_is_refused_by_name(case):
-    layer, message = REFUSED[case]
-    with pytest.raises(ValueError, match="lm_head: expected one active LoRA adapter.*" + message):
-        FocalPolicyLoss(layer)
-
-
-def test_another_kind_of_adapter_is_refused_by_name():
-    layer = nn.Linear(6, 11)
-    layer.base_layer = nn.Linear(6, 11)
-    with pytest.raises(ValueError, match="Linear around .*Linear.*merge_and_unload"):
-        FocalPolicyLoss(layer)
-
-
-def test_a_dropout_of_zero_and_unknown_active_names_are_no_matter():
-    layer = changed(active_adapters=["elsewhere", "two"])
-    layer.lora_dropout["two"] = nn.Dropout(0.0)
-    assert FocalPolicyLoss(layer).lora_A is layer.lora_A["two"].weight

@@ -93,24 +93,6 @@ def test_it_follows_a_dtype_change():
     assert module(*positional, **keywords).loss.dtype == torch.float64
 
 
-def test_a_lora_head_is_refused_by_name():
-    """An adapted layer shows the base weight as its own: taking that would drop the adapter."""
-
-    class AdaptedLinear(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_layer = nn.Linear(6, 11, bias=False)
-            self.lora_A = nn.ModuleDict({"default": nn.Linear(6, 2, bias=False)})
-            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 11, bias=False)})
-
-        @property
-        def weight(self):
-            return self.base_layer.weight
-
-    with pytest.raises(ValueError, match="(?i)lora"):
-        FocalPolicyLoss(AdaptedLinear())
-
-
 @pytest.mark.parametrize("head", [nn.Identity(), nn.Conv1d(6, 11, 1)], ids=["none", "conv"])
 def test_what_is_no_linear_head_is_refused(head):
     with pytest.raises(ValueError, match=rf"lm_head: expected.*\(V, D\).*{type(head).__name__}"):
