@@ -292,6 +292,8 @@ def linear_statistics(
 
 def fused_statistics(head: LinearHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """`linear_statistics` where it is the way to take, else None: operands that tensor cores
-    multiply without loss, and rows that begin at 16-byte boundaries."""
+    multiply without loss, rows that begin at 16-byte boundaries, and no adapter."""
+    if head.lora is not None:
+        return None
     narrow = head.operand_dtype != accumulator_dtype(head.operand_dtype)
     return linear_statistics if INTERPRETED or (narrow and head.weight.shape[1] % 16 == 0) else None

@@ -9,7 +9,10 @@ from test_plans import LargestTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fgrpo_kernels import PolicyLossConfig, focal_policy_loss, token_logps
+from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.low_rank import LowRankUpdate
 from fgrpo_kernels.testing import make_inputs
+from fgrpo_kernels.triton_linear_stats import fused_statistics
 
 N, V, D, R = 24, 40, 8, 2  # 4 sequences of 6 tokens
 CHUNK = 5 * V * 4  # five rows: five chunks
@@ -62,6 +65,13 @@ def test_cost_of_each_plan():
     assert flops(gspo, "hAB") == 2 * LOGITS + HIDDEN + OF_A + OF_B
     assert flops(None, "h", function="logps") == LOGITS + HIDDEN
     assert flops(None, "hAB", function="logps") == 2 * LOGITS + HIDDEN + OF_A + OF_B
+
+
+def test_the_fused_log_probs_leave_an_adapter_to_the_row_path():
+    update = LowRankUpdate(torch.ones(1, 16), torch.ones(21, 1), 1.0, torch.float32)
+    head = LinearHead(torch.zeros(21, 16), None, torch.float32)
+    assert fused_statistics(head) is not None
+    assert fused_statistics(replace(head, lora=update)) is None
 
 
 def test_the_extra_cost_at_full_size_is_under_one_percent():
