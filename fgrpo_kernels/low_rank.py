@@ -36,8 +36,8 @@ class LowRankProducts:
     ) -> None:
         a, b = (t.detach().to(update.operand_dtype) for t in (update.a, update.b))
         self._a, self._b, self._scale = a.to(dtype), b.to(dtype), update.scale
-        self._b_storage = b.to(storage_dtype)
         self._narrow = storage_dtype != dtype
+        self._b_of_e = b.to(storage_dtype) if self._narrow else self._b
 
     def write_logits(self, x: Tensor, scale: float, out: Tensor) -> None:
         """out (C, V) = scale * s (x A^T) B^T."""
@@ -47,8 +47,8 @@ class LowRankProducts:
     def back_projected(self, e: Tensor) -> Tensor:
         """(C, r) E B."""
         if self._narrow:
-            return torch.mm(e, self._b_storage, out_dtype=self._b.dtype)
-        return torch.mm(e, self._b)
+            return torch.mm(e, self._b_of_e, out_dtype=self._b.dtype)
+        return torch.mm(e, self._b_of_e)
 
     def add_hidden_gradient(self, e_b: Tensor, out: Tensor) -> None:
         """out (C, D) += s (E B) A."""

@@ -20,7 +20,7 @@ def test_gradients_of_sharded_ranks_equal_one_process(ranks):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     lines = [line for line in run.stdout.splitlines() if line.startswith("result: ")]
-    assert len(lines) == 6, run.stdout
+    assert len(lines) == 8, run.stdout
     for line in lines:
         error, in_forward, in_backward = map(float, line.rsplit(": ", 1)[1].split())
         assert error <= 1, line

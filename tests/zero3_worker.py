@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
+from test_lora_module import AdaptedLinear
 from torch import nn
 
 from fgrpo_kernels import FocalPolicyLoss, PolicyLossConfig
@@ -22,25 +23,28 @@ CONFIGS = {
     "row-local": PolicyLossConfig.dapo(focal_gamma=0.5),
     "kept chunk": PolicyLossConfig.gspo(),
     "recompute": PolicyLossConfig.gspo(max_chunk_bytes=1),
+    "adapter": PolicyLossConfig.gspo(max_chunk_bytes=1),
 }
 
 
 class Policy(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, adapted):
         super().__init__()
         self.trunk = nn.Linear(16, 16)
         self.head = nn.Linear(16, 50, bias=False)
+        if adapted:
+            self.head = AdaptedLinear(self.head.requires_grad_(False))
         self.loss = FocalPolicyLoss(self.head, config)
 
     def forward(self, hidden, *args, **kwargs):
         return self.loss(torch.tanh(self.trunk(hidden)), *args, **kwargs)
 
 
-def compare(config, dtype):
+def compare(config, dtype, adapted):
     """(largest error of a gradient relative to its bound, gathers of the head in the forward and in
     the backward). The bound: twice the error of one process at this dtype, and one rounding."""
     torch.manual_seed(0)
-    sharded = Policy(config).to(dtype)
+    sharded = Policy(config, adapted).to(dtype)
     arguments = {k: v for k, v in make_inputs(8, 12, 16, 50).arguments().items() if v is not None}
     del arguments["lm_head_weight"]
     hidden = arguments.pop("hidden").detach().to(dtype)
@@ -49,7 +53,7 @@ def compare(config, dtype):
     def gradients_of_one_process(dtype):
         whole = copy.deepcopy(sharded).to(dtype)
         whole(hidden.to(dtype), **counts, **arguments).loss.backward()
-        return [p.grad.double() for p in whole.parameters()]
+        return [p.grad.double() for p in whole.parameters() if p.requires_grad]
 
     exact, alone = gradients_of_one_process(torch.float64), gradients_of_one_process(dtype)
 
@@ -65,7 +69,8 @@ def compare(config, dtype):
     in_forward = len(gathers)
     engine.backward(output.loss * ranks)  # the engine averages over ranks
     worst = 0.0
-    for parameter, truth, one in zip(sharded.parameters(), exact, alone, strict=True):
+    trained = [parameter for parameter in sharded.parameters() if parameter.requires_grad]
+    for parameter, truth, one in zip(trained, exact, alone, strict=True):
         error = (safe_get_full_grad(parameter) - truth).abs().max()
         rounding = torch.finfo(dtype).eps * truth.abs().max()
         worst = max(worst, float(error / (2 * (one - truth).abs().max() + rounding)))
@@ -91,6 +96,6 @@ if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     for name, config in CONFIGS.items():
         for dtype in (torch.float32, torch.bfloat16):
-            results = compare(config, dtype)
+            results = compare(config, dtype, adapted=name == "adapter")
             if dist.get_rank() == 0:
                 print(f"result: {name} {dtype}:", *results, flush=True)
