@@ -2,8 +2,9 @@
 
 from fgrpo_kernels.advantages import GroupAdvantages, focal_weight, group_advantages
 from fgrpo_kernels.config import PolicyLossConfig
+from fgrpo_kernels.loss_call import PolicyLossOutput
 from fgrpo_kernels.module import FocalPolicyLoss
-from fgrpo_kernels.policy_loss import PolicyLossOutput, focal_policy_loss
+from fgrpo_kernels.policy_loss import focal_policy_loss
 from fgrpo_kernels.rollout_correction import rollout_weights
 from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.token_logps import token_logps

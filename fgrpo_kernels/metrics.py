@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fgrpo_kernels.config import PolicyLossConfig
-from fgrpo_kernels.inputs import LossInputs
 from fgrpo_kernels.log_ratio import bounded
+from fgrpo_kernels.loss_inputs import LossInputs
 from fgrpo_kernels.surrogates import PolicyRows, importance_ratio, kl_term
 
 

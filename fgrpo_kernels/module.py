@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fgrpo_kernels.config import PolicyLossConfig
-from fgrpo_kernels.policy_loss import PolicyLossOutput, focal_policy_loss
+from fgrpo_kernels.loss_call import PolicyLossOutput
+from fgrpo_kernels.policy_loss import focal_policy_loss
 
 
 class FocalPolicyLoss(nn.Module):

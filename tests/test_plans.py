@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fgrpo_kernels import PolicyLossConfig, focal_policy_loss, token_logps
-from fgrpo_kernels.policy_loss import is_row_local
+from fgrpo_kernels.loss_call import is_row_local
 from fgrpo_kernels.testing import make_inputs
 
 ROW_LOCAL = PolicyLossConfig(surrogate="cispo")
