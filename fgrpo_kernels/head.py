@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fgrpo_kernels.low_rank import LowRankProducts, LowRankUpdate
+from fgrpo_kernels.vocab_parallel import VocabShard
 
 UPCAST_BLOCK_BYTES = 16 * 2**20
 """A block of the vocabulary is upcast at a time, small enough to stay in a shared cache."""
@@ -36,6 +37,8 @@ class LinearHead:
     temperature: float = 1.0
     logit_softcap: float | None = None
     lora: LowRankUpdate | None = None
+    shard: VocabShard | None = None
+    """With it, weight and bias are this rank's rows only."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

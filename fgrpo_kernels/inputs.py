@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.low_rank import LowRankUpdate
+from fgrpo_kernels.vocab_parallel import shard_of_head
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,13 +55,22 @@ def read_head_inputs(
     completion_mask: Tensor | None,
     lm_head_bias: Tensor | None,
     lm_head_lora: tuple[Tensor, Tensor, float] | None,
+    tp_group: Any,
+    vocab_size: int | None,
     *,
+    impl: str,
     temperature: float,
     logit_scale: float,
     logit_softcap: float | None,
     facts: HostFacts,
 ) -> HeadInputs:
     """Check and flatten; ids out of range are asked of `facts` and raised by `check_ids`."""
+    if _is_distributed(hidden):
+        raise ValueError(
+            f"hidden: expected a plain tensor, received {type(hidden).__name__}; pass its "
+            "to_local() or full_tensor()"
+        )
+    lm_head_weight, lm_head_bias = _gathered(lm_head_weight), _gathered(lm_head_bias)
     for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name}: expected a tensor, received {type(tensor).__name__}")
@@ -82,21 +92,28 @@ def read_head_inputs(
     device, shape = hidden.device, hidden.shape[:-1]
     check_tensor("lm_head_weight", lm_head_weight, lm_head_weight.shape, device)
     check_tensor("completion_ids", completion_ids, shape, device, (torch.int64,))
-    vocab_size = lm_head_weight.shape[0]
     if lm_head_bias is not None:
-        check_tensor("lm_head_bias", lm_head_bias, (vocab_size,), device, FLOATS)
+        check_tensor("lm_head_bias", lm_head_bias, (len(lm_head_weight),), device, FLOATS)
     operand_dtype = _operand_dtype(hidden, lm_head_weight)
     lora = None if lm_head_lora is None else _read_lora(lm_head_lora, hidden, lm_head_weight)
     if lora is not None and torch.float64 in (operand_dtype, lora.operand_dtype):
         operand_dtype = torch.float64
         lora = replace(lora, operand_dtype=torch.float64)
+    if tp_group is not None and (impl == "reference" or lora is not None):
+        what = "lm_head_lora" if lora is not None else "impl='reference', which needs a whole head"
+        raise ValueError(f"tp_group: not with {what}")
+    columns, shard = shard_of_head(lm_head_weight, vocab_size, tp_group)
+    if columns < len(lm_head_weight):
+        lm_head_weight = lm_head_weight[:columns]
+        lm_head_bias = None if lm_head_bias is None else lm_head_bias[:columns]
+        lora = None if lora is None else replace(lora, b=lora.b[:columns])
     ids = completion_ids.reshape(-1)
     if completion_mask is None:
         valid = torch.ones_like(ids, dtype=torch.bool)
     else:
         check_tensor("completion_mask", completion_mask, shape, device, (torch.bool,))
         valid = completion_mask.reshape(-1)
-    outside = valid & ((ids < 0) | (ids >= vocab_size))
+    outside = valid & ((ids < 0) | (ids >= (columns if shard is None else shard.vocab_size)))
     facts.ask("num_valid", valid.sum())
     facts.ask("ids_outside", outside.sum())
     if ids.numel():
@@ -111,23 +128,18 @@ def read_head_inputs(
         temperature=temperature,
         logit_softcap=logit_softcap,
         lora=lora,
+        shard=shard,
     )
+    if shard is not None:
+        ids = ids - shard.first
     return HeadInputs(shape, hidden.reshape(-1, hidden.shape[-1]), ids, valid, head)
-
-
-def refuse_tp_group(tp_group: Any, lm_head_lora: object) -> None:
-    if tp_group is not None:
-        also = "; it also excludes lm_head_lora" if lm_head_lora is not None else ""
-        raise ValueError(
-            f"tp_group (vocabulary-parallel head) is not implemented yet; pass None{also}"
-        )
 
 
 def _read_lora(lora: object, hidden: Tensor, weight: Tensor) -> LowRankUpdate:
     if not isinstance(lora, (tuple, list)) or len(lora) != 3:
         parts = f"{len(lora)} elements" if isinstance(lora, (tuple, list)) else type(lora).__name__
         raise ValueError(f"lm_head_lora: expected (A, B, scale), received {parts}")
-    a, b, scale = lora
+    a, b, scale = _gathered(lora[0]), _gathered(lora[1]), lora[2]
     width, device = hidden.shape[-1], hidden.device
     if not isinstance(a, Tensor) or a.dim() != 2 or a.shape[1] != width or not len(a):
         got = tuple(a.shape) if isinstance(a, Tensor) else type(a).__name__
@@ -145,12 +157,14 @@ def _read_lora(lora: object, hidden: Tensor, weight: Tensor) -> LowRankUpdate:
 def check_ids(inputs: HeadInputs, known: dict[str, int]) -> None:
     if known["ids_outside"]:
         position = known["outside_position"]
+        head = inputs.head
+        vocab_size = head.vocab_size if head.shard is None else head.shard.vocab_size
         if len(inputs.shape) == 2:
             where = f"{list(divmod(position, inputs.shape[1]))}"
         else:
             where = f"[{position}]"
         raise ValueError(
-            f"completion_ids: expected ids in [0, {inputs.head.vocab_size}) at unmasked positions, "
+            f"completion_ids: expected ids in [0, {vocab_size}) at unmasked positions, "
             f"received {known['outside_id']} at {where} ({known['ids_outside']} such ids)"
         )
 
@@ -171,6 +185,20 @@ def check_tensor(
         raise ValueError(f"{name}: expected {_names(dtypes)}, received {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device} as hidden, received {tensor.device}")
+
+
+def _is_distributed(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and hasattr(tensor, "full_tensor")
+
+
+def _gathered(tensor: Any) -> Any:
+    """A DTensor's whole (FSDP2 outside its hooks), anything else as it is. The gradient that goes
+    back is the mean over the mesh, as FSDP's own."""
+    if not _is_distributed(tensor):
+        return tensor
+    from torch.distributed.tensor import Partial
+
+    return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
 
 
 def _operand_dtype(*tensors: Tensor) -> torch.dtype:

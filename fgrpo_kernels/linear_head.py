@@ -84,7 +84,8 @@ def chunk_rows(head: LinearHead, max_chunk_bytes: int | None) -> int:
     """Rows of a chunk whose logits fit the budget, at least one."""
     on_cpu = head.weight.device.type == "cpu"
     budget = max_chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else DEVICE_CHUNK_BYTES)
-    count = max(1, budget // (head.vocab_size * head.dtype.itemsize))
+    columns = head.vocab_size if head.shard is None else head.shard.largest
+    count = max(1, budget // (columns * head.dtype.itemsize))
     return count if count < 128 else count // 128 * 128
 
 
@@ -223,10 +224,15 @@ def new_gradients(
 
 
 def finished_gradients(
-    gradients: HeadGradients, like: tuple[torch.dtype | None, ...], scale: Tensor | None = None
+    gradients: HeadGradients,
+    head: LinearHead,
+    like: tuple[torch.dtype | None, ...],
+    scale: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Each gradient times the scalar, in its tensor's dtype. On CPU, where looking costs nothing, a
-    factor of 1 is skipped."""
+    """Each gradient times the scalar, in its tensor's dtype, hidden's summed over shards. On CPU,
+    where looking costs nothing, a factor of 1 is skipped."""
+    if head.shard is not None and gradients.hidden is not None:
+        head.shard.sum_(gradients.hidden)
     if scale is not None and scale.device.type == "cpu" and scale.item() == 1:
         scale = None
     finished: list[Tensor | None] = []
@@ -259,7 +265,7 @@ class RowLocalGradient(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = new_gradients(head, hidden, ctx.needs_input_grad[:5], rows.num_active)
         logps, entropy = head_pass(head, hidden, rows, wanted, row_pass, add_gradients)
-        ctx.gradients = wanted
+        ctx.gradients, ctx.head = wanted, head
         tensors = (hidden, weight, bias, lora_a, lora_b)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
         ctx.mark_non_differentiable(logps, entropy)
@@ -274,4 +280,5 @@ class RowLocalGradient(torch.autograd.Function):
                 "again, or use impl='reference', which keeps the graph"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return (*finished_gradients(gradients, ctx.dtypes, danchor), None, None, None, None)
+        finished = finished_gradients(gradients, ctx.head, ctx.dtypes, danchor)
+        return (*finished, None, None, None, None)

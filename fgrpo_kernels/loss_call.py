@@ -88,8 +88,7 @@ class LossCall:
         self.row_local = is_row_local(config, has_old_logps=has_old, objective=objective)
         self.sparse: SparseBackward | None = None
         if config.grad_tol > 0:
-            has_lora = self.head.lora is not None
-            check_tolerance(impl, head_inputs.hidden.device, self.row_local, has_lora)
+            check_tolerance(impl, head_inputs.head, self.row_local)
         self.mask_known = config.rollout_correction != "mask" or has_old
         rows = self._all_rows()
         active = rows.mask if self._skips else head_inputs.valid
@@ -227,7 +226,8 @@ class LossCall:
             coefficients = self._coefficients(rows, weights)
             self.sparse = SparseBackward(head, head_rows, coefficients, config.grad_tol)
             return self.sparse.row_pass, self.sparse.add_gradients
-        if self.impl == "triton" and self.objective is None:
+        fused = self.impl == "triton" and self.objective is None and head.shard is None
+        if fused:
             row_pass = head_rows.row_ops.policy_row_pass(head, head_rows, rows, weights, config)
         else:
             row_pass = split_row_pass(

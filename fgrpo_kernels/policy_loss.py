@@ -15,7 +15,7 @@ from torch import Tensor
 from fgrpo_kernels.backends import choose_impl
 from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
-from fgrpo_kernels.inputs import HostFacts, read_head_inputs, refuse_tp_group
+from fgrpo_kernels.inputs import HostFacts, read_head_inputs
 from fgrpo_kernels.loss_call import LossCall, PolicyLossOutput
 from fgrpo_kernels.loss_inputs import read_loss_inputs
 from fgrpo_kernels.surrogates import Objective
@@ -44,6 +44,7 @@ def focal_policy_loss(
     objective: Objective | None = None,
     return_logps: bool = True,
     tp_group: Any = None,
+    vocab_size: int | None = None,
 ) -> PolicyLossOutput:
     """Policy loss of a linear head and its gradients in one chunked pass, never holding (N, V).
 
@@ -58,7 +59,8 @@ def focal_policy_loss(
     Args:
         hidden: (B, T, D) or packed (N, D); hidden[., t] predicts completion_ids[., t] (shifted).
         lm_head_weight: (V, D). Its dtype may differ from hidden's: products use the autocast dtype
-            under autocast, else the promoted one; sums are float32 (float64 for float64).
+            under autocast, else the promoted one; sums are float32 (float64 for float64). A DTensor
+            is gathered, its gradient averaged over the mesh as FSDP2 does.
         completion_ids: (B, T) or (N,), int64.
         advantages: (B,) or the shape of completion_ids; a constant, as all inputs below but
             token_weights and the head's. With B == N the (B,) reading wins.
@@ -84,7 +86,14 @@ def focal_policy_loss(
             must be deterministic; its own parameters get their gradient.
         return_logps: False: rows with a zero coefficient are not scored, logps and entropy are
             None, and the token metrics cover the scored rows.
-        tp_group: vocabulary-parallel head; not implemented yet.
+        tp_group: a ProcessGroup over whose ranks the head's rows are spread: lm_head_weight and
+            lm_head_bias are this rank's contiguous shard in the order of ranks, of any size. All
+            else is the same on every rank; ids count the whole vocabulary. The loss is the same on
+            each rank, hidden's gradient is summed over them. Every rank must call, and call
+            backward, alike: one whose input is refused leaves the others waiting. Shard sizes are
+            gathered once for each size of this rank's.
+        vocab_size: the whole head's rows from this one on are padding, with no part in the softmax
+            and gradient 0. None: there is none.
     Returns: PolicyLossOutput.
     Raises: ValueError with expected and received for shapes, dtypes, devices, ids out of range at
         unmasked positions, ranges and missing tensors; RuntimeError for impl="triton" without a
@@ -94,7 +103,6 @@ def focal_policy_loss(
         done twice; checkpoint the backbone, not the loss.
     Source: F-GRPO 2602.06717; the surrogates' sources are in PolicyLossConfig.
     """
-    refuse_tp_group(tp_group, lm_head_lora)
     if not isinstance(config, PolicyLossConfig):
         raise ValueError(f"config: expected a PolicyLossConfig, received {type(config).__name__}")
     if objective is not None and not callable(objective):
@@ -110,6 +118,9 @@ def focal_policy_loss(
         completion_mask,
         lm_head_bias,
         lm_head_lora,
+        tp_group,
+        vocab_size,
+        impl=impl,
         temperature=config.temperature,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,

@@ -131,9 +131,11 @@ def finished_statistics(target, m, s, moment):
 
 @triton.jit
 def statistics_of_row(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.constexpr):
-    """(logp, entropy, m, rest, total) of a row; `rest` sums without the target, so that confident
-    tokens keep their precision."""
-    target = tl.load(logits_ptr + row_start + target_id)
+    """(logp, entropy, m, rest, total, moment, target) of a row; `rest` and `moment` sum without the
+    target, so that confident tokens keep their precision. A target outside the columns counts as
+    LOWEST."""
+    here = (target_id >= 0) & (target_id < n_cols)
+    target = tl.load(logits_ptr + row_start + target_id, mask=here, other=LOWEST)
     m = floored(target)
     s = tl.full((), 0.0, target.dtype)
     moment = tl.full((), 0.0, target.dtype)
@@ -148,7 +150,7 @@ def statistics_of_row(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.cons
         tile_s, tile_moment = rebased(tile_m, tile_s, tile_moment, new_m)
         m, s, moment = new_m, s + tile_s, moment + tile_moment
     logp, entropy, m, total = finished_statistics(target, m, s, moment)
-    return logp, entropy, m, s, total
+    return logp, entropy, m, s, total, moment, target
 
 
 @triton.jit

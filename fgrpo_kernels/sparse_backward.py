@@ -41,13 +41,15 @@ Table = Callable[[Tensor], tuple[Tensor, Tensor]]
 """index -> (rows, index into these rows)."""
 
 
-def check_tolerance(impl: str, device: torch.device, row_local: bool, has_lora: bool) -> None:
+def check_tolerance(impl: str, head: LinearHead, row_local: bool) -> None:
     """Refuse what the sparse backward does not do."""
-    if has_lora:
-        raise ValueError(
-            "grad_tol > 0 (sparse backward) needs a head without an adapter, received "
-            "lm_head_lora; use grad_tol=0"
-        )
+    device = head.weight.device
+    for name, given in (("lm_head_lora", head.lora), ("tp_group", head.shard)):
+        if given is not None:
+            raise ValueError(
+                "grad_tol > 0 (sparse backward) needs a whole head without an adapter, received "
+                f"{name}; use grad_tol=0"
+            )
     if impl != "torch" or device.type != "cpu":
         raise ValueError(
             "grad_tol > 0 (sparse backward) needs impl='torch' on CPU, received "

@@ -13,7 +13,7 @@ from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.first_order import first_order_only
 from fgrpo_kernels.head import LinearHead
-from fgrpo_kernels.inputs import HostFacts, check_ids, read_head_inputs, refuse_tp_group
+from fgrpo_kernels.inputs import HostFacts, check_ids, read_head_inputs
 from fgrpo_kernels.linear_head import (
     ChunkPass,
     HeadGradients,
@@ -46,6 +46,7 @@ def token_logps(
     with_entropy: bool = False,
     impl: str = "auto",
     tp_group: Any = None,
+    vocab_size: int | None = None,
     max_chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of the given tokens, and entropies, under a linear head.
@@ -61,7 +62,6 @@ def token_logps(
     Cost: 2 N V D without gradient; head trained 8 (the logits are recomputed in the backward), of
         its adapter alone 6, head frozen 4, with entropy 6.
     """
-    refuse_tp_group(tp_group, lm_head_lora)
     # The loss's config holds the checks of these four numbers.
     PolicyLossConfig(
         temperature=temperature,
@@ -77,6 +77,9 @@ def token_logps(
         completion_mask,
         lm_head_bias,
         lm_head_lora,
+        tp_group,
+        vocab_size,
+        impl=impl,
         temperature=temperature,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
@@ -173,7 +176,7 @@ class TokenLogps(torch.autograd.Function):
             dlogps = torch.zeros(ctx.num_rows, dtype=ctx.head.dtype, device=ctx.hidden.device)
         wanted = new_gradients(ctx.head, ctx.hidden, ctx.needs_input_grad[:5], ctx.num_rows)
         plan.backward(wanted, dlogps, dentropy)
-        return (*finished_gradients(wanted, ctx.dtypes), None, None, None, None)
+        return (*finished_gradients(wanted, ctx.head, ctx.dtypes), None, None, None, None)
 
 
 class _Recompute:

@@ -13,7 +13,7 @@ An entropy gradient carries p (log p + H) and reads the logits a second time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class RowStatistics:
     """e + S."""
     target_slope: Tensor | None
     """The soft-cap's derivative at the target; None without a soft-cap."""
+    owned: Tensor | None = None
+    """Which targets are among the logits' columns; None: all."""
+    shift: Tensor | None = None
+    """Of a shard of the vocabulary: its own maximum, which its E refer to, minus `maximum`."""
 
 
 def row_statistics(
@@ -53,13 +57,16 @@ def row_statistics(
     The logits become E (the target column 0), times the soft-cap's slope, unless `keep_logits`,
     which also is the cheaper way when no gradient follows. Without `with_entropy` it is NaN.
     """
-    column = ids[:, None]
-    target = logits.gather(1, column)
     # S then sums without the target, so nothing cancels. Finite: 0 times it is 0 in the moment.
     hole = torch.finfo(logits.dtype).min / 2
-    logits.scatter_(1, column, hole)
+    owned = None if head.shard is None else head.shard.owned(ids, logits.shape[1])
+    target = _targets(logits, ids, owned, hole)
+    _put_targets(logits, ids, owned, torch.full_like(target, hole))
     results = torch.empty((3, *ids.shape), dtype=logits.dtype, device=logits.device)
     maximum, rest, moment = results.unbind()
+    if not logits.shape[1]:  # of a shard that is all padding
+        results.zero_()
+        maximum.fill_(hole)
     size = block_rows(logits)
     shifted_buffer = torch.empty_like(logits[:size])
     exp_buffer = shifted_buffer
@@ -67,11 +74,12 @@ def row_statistics(
         exp_buffer = torch.empty_like(shifted_buffer)
     needs_slope = head.logit_softcap is not None and not keep_logits
     # Splitting once: slicing each row of each tensor would cost as much as a pass.
-    tensors = (logits, column, target, maximum[:, None], rest, moment)
+    tensors = (logits, target, maximum[:, None], rest, moment) if logits.shape[1] else ()
     blocks = zip(*(t.split(size) for t in tensors), strict=True)
-    for block, block_ids, block_target, block_max, block_rest, block_moment in blocks:
+    for block, block_target, block_max, block_rest, block_moment in blocks:
         torch.maximum(block.amax(1, keepdim=True), block_target, out=block_max)
-        slope = head.softcap_slope(block) if needs_slope else None
+        # Not below 0, which E = 0 in the hole would turn into NaN.
+        slope = head.softcap_slope(block).clamp_(min=0) if needs_slope else None
         shifted = torch.sub(block, block_max, out=shifted_buffer[: len(block)])
         if head.bias is not None:  # only a bias can forbid a token with -inf and harm no other
             shifted.clamp_(min=_lowest_exponent(logits.dtype))
@@ -80,18 +88,44 @@ def row_statistics(
         if with_entropy:
             _row_dots(shifted, exps, block_moment)
         if slope is not None:
-            block.mul_(slope.scatter_(1, block_ids, 0))
+            block.mul_(slope)
+    target = target.squeeze(1)
+    if keep_logits:
+        _put_targets(logits, ids, owned, target[:, None])
+    shift = None
+    if head.shard is not None and owned is not None:
+        maximum, rest, moment, target, shift = head.shard.combine(
+            maximum, rest, moment, target, owned
+        )
     if head.bias is not None:  # a row without a possible token has no log-prob: NaN, not -inf
         maximum.masked_fill_(maximum == hole, -torch.inf)
-    if keep_logits:
-        logits.scatter_(1, column, target)
     if not with_entropy:
         moment.fill_(torch.nan)
-    target_slope = None if head.logit_softcap is None else head.softcap_slope(target).squeeze(1)
-    return _finish(ids, target.squeeze(1), maximum, rest, moment, target_slope)
+    target_slope = None if head.logit_softcap is None else head.softcap_slope(target)
+    stats = finish_statistics(ids, target, maximum, rest, moment, target_slope)
+    return replace(stats, owned=owned, shift=shift)
 
 
-def _finish(
+def _targets(values: Tensor, ids: Tensor, owned: Tensor | None, missing: float) -> Tensor:
+    """(C, 1) of the targets' columns; `missing` where the row's target is in another shard."""
+    if owned is None:
+        return values.gather(1, ids[:, None])
+    if not values.shape[1]:
+        return values.new_full((len(ids), 1), missing)
+    found = values.gather(1, torch.where(owned, ids, 0)[:, None])
+    return torch.where(owned[:, None], found, missing)
+
+
+def _put_targets(values: Tensor, ids: Tensor, owned: Tensor | None, new: Tensor) -> None:
+    """Write (C, 1) to the targets' columns that are here."""
+    if owned is None:
+        values.scatter_(1, ids[:, None], new)
+    elif values.shape[1]:
+        column = torch.where(owned, ids, 0)[:, None]
+        values.scatter_(1, column, torch.where(owned[:, None], new, values.gather(1, column)))
+
+
+def finish_statistics(
     ids: Tensor,
     target: Tensor,
     maximum: Tensor,
@@ -99,6 +133,7 @@ def _finish(
     moment: Tensor,
     target_slope: Tensor | None,
 ) -> RowStatistics:
+    """A row's results from its target logit and the statistics of the rest."""
     shifted = target - maximum
     exp_target = shifted.exp()
     total = exp_target + rest
@@ -125,17 +160,19 @@ def row_gradient(
 
     `buffer` is what `row_statistics` left: E but for its target column, or with `keep_logits` the
     logits, which an entropy gradient (`dentropy` given) needs. `out` may be `buffer`; a narrower
-    `out` gets E / (e + S), whose entries are in [-1, 1].
+    `out`, and that of a shard, whose maximum may be far below the row's, gets E / (e + S), whose
+    entries are in [-1, 1].
     """
     if dentropy is not None:
         _write_dlogits(buffer, rows, dlogps, dentropy, head, out)
         return torch.full_like(rows.total, head.slope)
     target = -rows.rest if rows.target_slope is None else -rows.rest * rows.target_slope
-    if out.data_ptr() == buffer.data_ptr():
-        out.scatter_(1, rows.ids[:, None], target[:, None])
+    if out.data_ptr() == buffer.data_ptr() and rows.shift is None:
+        _put_targets(out, rows.ids, None, target[:, None])
         return -dlogps * head.slope / rows.total
-    torch.mul(buffer, (1 / rows.total)[:, None], out=out)
-    out.scatter_(1, rows.ids[:, None], (target / rows.total)[:, None].to(out.dtype))
+    factor = 1 / rows.total if rows.shift is None else rows.shift.exp() / rows.total
+    torch.mul(buffer, factor[:, None], out=out)
+    _put_targets(out, rows.ids, rows.owned, (target / rows.total)[:, None].to(out.dtype))
     return -dlogps * head.slope
 
 
@@ -168,7 +205,7 @@ def _write_dlogits(
     target = torch.where(probs > 0, target - bonus, target)
     if rows.target_slope is not None:
         target = target * rows.target_slope
-    out.scatter_(1, rows.ids[:, None], target[:, None].to(out.dtype))
+    _put_targets(out, rows.ids, rows.owned, target[:, None].to(out.dtype))
 
 
 def _lowest_exponent(dtype: torch.dtype) -> float:
@@ -187,5 +224,5 @@ def _row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def block_rows(logits: Tensor) -> int:
     """Rows of a block of the element passes."""
-    row_bytes = logits.shape[1] * logits.element_size()
+    row_bytes = max(1, logits.shape[1] * logits.element_size())
     return max(1, torch.get_num_threads() * BLOCK_BYTES // row_bytes)

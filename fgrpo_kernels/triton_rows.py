@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fgrpo_kernels import primitives
+from fgrpo_kernels import primitives, torch_rows
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.linear_head import HeadRows, RowPass
@@ -44,7 +44,7 @@ CORRECTIONS = {None: tl.constexpr(0), "truncate": primitives.TRUNCATE, "mask": p
 
 @triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["ids_ptr"])
 def row_statistics_kernel(
-    stats_ptr,  # (5, C): logp, entropy, m, rest, total
+    stats_ptr,  # (7, C): logp, entropy, m, rest, total, moment, target
     logits_ptr,
     ids_ptr,
     n_rows,
@@ -55,7 +55,7 @@ def row_statistics_kernel(
     row = tl.program_id(0)
     row_start = row.to(tl.int64) * logits_row_stride
     target_id = tl.load(ids_ptr + row)
-    logp, entropy, m, rest, total = statistics_of_row(
+    logp, entropy, m, rest, total, moment, target = statistics_of_row(
         logits_ptr, row_start, target_id, n_cols, BLOCK_V
     )
     tl.store(stats_ptr + row, logp)
@@ -63,6 +63,8 @@ def row_statistics_kernel(
     tl.store(stats_ptr + 2 * n_rows + row, m)
     tl.store(stats_ptr + 3 * n_rows + row, rest)
     tl.store(stats_ptr + 4 * n_rows + row, total)
+    tl.store(stats_ptr + 5 * n_rows + row, moment)
+    tl.store(stats_ptr + 6 * n_rows + row, target)
 
 
 @triton.jit(
@@ -152,7 +154,7 @@ def policy_rows_kernel(
     row = tl.program_id(0)
     row_start = row.to(tl.int64) * logits_row_stride
     target_id = tl.load(ids_ptr + row)
-    logp, entropy, m, rest, total = statistics_of_row(
+    logp, entropy, m, rest, total, _, _ = statistics_of_row(
         logits_ptr, row_start, target_id, n_cols, BLOCK_V
     )
     eps_low = tl.load(scalars_ptr)
@@ -247,7 +249,9 @@ def row_statistics(
     with_entropy: bool = True,
 ) -> RowStatistics:
     """As `torch_rows.row_statistics`; the logits are always kept, the entropy always there."""
-    stats = logits.new_empty((5, len(ids)))
+    if not logits.shape[1]:
+        return torch_rows.row_statistics(logits, ids, head, keep_logits=True)
+    stats = logits.new_empty((7, len(ids)))
     if len(ids):
         row_statistics_kernel[(len(ids),)](
             stats,
@@ -258,7 +262,11 @@ def row_statistics(
             logits.stride(0),
             **launch_options(logits.shape[1]),
         )
-    logps, entropy, maximum, rest, total = stats.unbind()
+    logps, entropy, maximum, rest, total, moment, target = stats.unbind()
+    if head.shard is not None:
+        owned = head.shard.owned(ids, logits.shape[1])
+        maximum, rest, moment, target, _ = head.shard.combine(maximum, rest, moment, target, owned)
+        return torch_rows.finish_statistics(ids, target, maximum, rest, moment, None)
     return RowStatistics(ids, logps, entropy, maximum, rest, total, target_slope=None)
 
 
@@ -273,7 +281,7 @@ def row_gradient(
     """As `torch_rows.row_gradient`; `buffer` are the logits."""
     stats = torch.stack((rows.logps, rows.entropy, rows.maximum, rows.rest, rows.total))
     dlogps = dlogps.contiguous()
-    if len(rows.ids):
+    if len(rows.ids) and buffer.shape[1]:
         row_gradient_kernel[(len(rows.ids),)](
             out,
             buffer,

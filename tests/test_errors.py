@@ -124,7 +124,6 @@ RANGES = {
     ),
 }
 NOT_YET = {
-    "tp_group": ({"tp_group": object()}, ["tp_group"]),
     "impl": ({"impl": "cuda"}, ["impl", "reference", "'cuda'"]),
     "objective": ({"objective": "clip"}, ["objective", "callable", "str"]),
     "config": ({"config": {"surrogate": "clip"}}, ["config", "PolicyLossConfig", "dict"]),

@@ -260,12 +260,6 @@ def test_confident_and_hopeless_tokens_keep_their_digits(gap, impl):
     torch.testing.assert_close(grad.double(), expected, rtol=relative, atol=absolute)
 
 
-def test_tp_group_is_refused_by_name():
-    hidden, weight, _, ids, _ = head_inputs()
-    with pytest.raises(ValueError, match="tp_group"):
-        token_logps(hidden, weight, ids, tp_group=object())
-
-
 @pytest.mark.parametrize(
     "change,message",
     [
