@@ -138,6 +138,8 @@ class HeadProducts:
 
     def hidden_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
         """out (C, D) = dlogits W, without the adapter's part."""
+        if not len(self._weight):  # a shard that is all padding: no block would write to out
+            return out.zero_()
         if self._narrow:
             return torch.mm(dlogits, self._weight, out_dtype=self._head.dtype, out=out)
         if self._direct:

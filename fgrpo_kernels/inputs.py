@@ -70,6 +70,13 @@ def read_head_inputs(
             f"hidden: expected a plain tensor, received {type(hidden).__name__}; pass its "
             "to_local() or full_tensor()"
         )
+    for name, tensor in (("lm_head_weight", lm_head_weight), ("lm_head_bias", lm_head_bias)):
+        if tp_group is not None and _is_distributed(tensor):
+            # Gathered over the group it would count each row once a rank.
+            raise ValueError(
+                f"tp_group: expected {name} as this rank's shard in a plain tensor, received "
+                f"{type(tensor).__name__}; pass its to_local()"
+            )
     lm_head_weight, lm_head_bias = _gathered(lm_head_weight), _gathered(lm_head_bias)
     for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
         if not isinstance(tensor, Tensor):

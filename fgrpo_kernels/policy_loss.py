@@ -91,7 +91,7 @@ def focal_policy_loss(
             else is the same on every rank; ids count the whole vocabulary. The loss is the same on
             each rank, hidden's gradient is summed over them. Every rank must call, and call
             backward, alike: one whose input is refused leaves the others waiting. Shard sizes are
-            gathered once for each size of this rank's.
+            gathered once for each weight object: pass the parameter, not a new view of it.
         vocab_size: the whole head's rows from this one on are padding, with no part in the softmax
             and gradient 0. None: there is none.
     Returns: PolicyLossOutput.

@@ -21,9 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-_SIZES: WeakKeyDictionary[Any, dict[int, list[int]]] = WeakKeyDictionary()
-"""By group, then by this rank's rows: the rows of every rank's shard."""
+_SIZES: WeakKeyDictionary[Any, WeakTensorKeyDictionary] = WeakKeyDictionary()
+"""By group, then by weight: the rows of every rank's shard. By weight and not by this rank's rows,
+which another head may have too: this rank would then find what the others ask for."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def shard_of_head(
             "tp_group: expected a torch.distributed.ProcessGroup that this rank is in, received "
             f"{type(tp_group).__name__}"
         )
-    sizes = _shard_sizes(tp_group, rows, weight.device)
+    sizes = _shard_sizes(tp_group, weight)
     _check_vocab_size(vocab_size, sum(sizes), "the shards together have")
     first = sum(sizes[: dist.get_rank(tp_group)])
     whole = sum(sizes) if vocab_size is None else vocab_size
@@ -101,11 +103,12 @@ def _check_vocab_size(vocab_size: int | None, rows: int, who: str) -> None:
         )
 
 
-def _shard_sizes(group: Any, rows: int, device: torch.device) -> list[int]:
-    known = _SIZES.setdefault(group, {})
-    if rows not in known:
-        mine = torch.tensor([rows], device=device)
-        sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(sizes, mine, group)
-        known[rows] = torch.cat(sizes).tolist()
-    return known[rows]
+def _shard_sizes(group: Any, weight: Tensor) -> list[int]:
+    known = _SIZES.setdefault(group, WeakTensorKeyDictionary())
+    sizes: list[int] | None = known.get(weight)
+    if sizes is None or sizes[dist.get_rank(group)] != len(weight):
+        mine = torch.tensor([len(weight)], device=weight.device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, mine, group)
+        sizes = known[weight] = torch.cat(gathered).tolist()
+    return sizes
