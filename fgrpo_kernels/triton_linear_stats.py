@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry, register_flop_formula
 
-from fgrpo_kernels.head import LinearHead, accumulator_dtype
+from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.linear_head import HeadRows, chunk_budget, chunks
 from fgrpo_kernels.primitives import (
     LOWEST,
     finished_statistics,
@@ -91,7 +92,7 @@ def tile_statistics_kernel(
     scale = tl.load(scalars_ptr)
     z = acc * scale
     if HAS_BIAS:
-        z += (tl.load(bias_ptr + first_col + col).to(dtype) * scale)[None, :]
+        z += (tl.load(bias_ptr + first_col + col) * scale)[None, :]
     if HAS_SOFTCAP:
         z = tanh(z) * tl.load(scalars_ptr + 1)
     # Few tiles hold a target, and the search for it would keep a second tile in registers.
@@ -186,14 +187,13 @@ def merge_options() -> dict[str, int]:
 
 
 @functools.cache
-def device_facts(index: int) -> tuple[str, int, int]:
-    """Arguments of `launch_options`."""
+def options_on(device: torch.device) -> dict[str, int]:
     if INTERPRETED:
-        return "cuda", 90, 232448
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    major, minor = torch.cuda.get_device_capability(index)
+        return launch_options("cuda", 90, 232448)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    major, minor = torch.cuda.get_device_capability(device)
     backend = "hip" if torch.version.hip else "cuda"
-    return backend, 10 * major + minor, properties["max_shared_mem"]
+    return launch_options(backend, 10 * major + minor, properties["max_shared_mem"])
 
 
 torch.library.define(
@@ -218,7 +218,7 @@ def _launch(
     out = scalars.new_empty((2, n_rows))
     if n_rows == 0:
         return out
-    options = launch_options(*device_facts(hidden.device.index or 0))
+    options = options_on(hidden.device)
     row_tiles = triton.cdiv(n_rows, options["BLOCK_N"])
     col_tiles = triton.cdiv(n_cols, options["BLOCK_V"])
     padded_rows = row_tiles * options["BLOCK_N"]
@@ -229,7 +229,7 @@ def _launch(
         targets,
         hidden,
         weight,
-        weight if bias is None else bias,
+        scalars if bias is None else bias,
         ids,
         scalars,
         n_rows,
@@ -269,8 +269,8 @@ _register_flops()
 def linear_statistics(
     hidden_rows: Tensor, head: LinearHead, ids: Tensor, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (n,) of hidden_rows (n, D) in the operand's dtype, in the
-    accumulator's dtype; no gradient. Without `with_entropy` the entropy is NaN.
+    """Log-probs and entropies (n,) of hidden_rows (n, D), in the accumulator's dtype; no gradient.
+    Without `with_entropy` the entropy is NaN.
     """
     cap = head.logit_softcap
     factors = (
@@ -278,9 +278,9 @@ def linear_statistics(
     )
     scalars = torch.tensor(factors, dtype=head.dtype)
     out = torch.ops.fgrpo.linear_statistics(
-        hidden_rows.detach().contiguous(),
-        head.weight.detach().to(head.operand_dtype).contiguous(),
-        None if head.bias is None else head.bias.detach().contiguous(),
+        hidden_rows.detach().to(head.operand_dtype).contiguous(),
+        head.weight.detach().to(head.operand_dtype),
+        None if head.bias is None else head.bias.detach().to(head.dtype).contiguous(),
         ids.contiguous(),
         scalars.to(hidden_rows.device, non_blocking=True),
         has_softcap=cap is not None,
@@ -290,10 +290,36 @@ def linear_statistics(
     return logps, entropy
 
 
+def launch_rows(head: LinearHead, rows: HeadRows) -> int:
+    """Rows of one launch, at least one, whose operands and tile statistics fit the chunk budget."""
+    width = head.weight.shape[1]
+    col_tiles = triton.cdiv(head.vocab_size, options_on(head.weight.device)["BLOCK_V"])
+    bytes_per_row = width * head.operand_dtype.itemsize + 3 * col_tiles * head.dtype.itemsize
+    return max(1, chunk_budget(head, rows.max_chunk_bytes) // bytes_per_row)
+
+
+def statistics_of_rows(
+    hidden: Tensor, head: LinearHead, rows: HeadRows, part: slice
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the rows in `part`."""
+    found = [
+        linear_statistics(
+            hidden[rows.positions(piece)], head, rows.ids[piece], with_entropy=rows.with_entropy
+        )
+        for piece in chunks(part.stop - part.start, launch_rows(head, rows), part.start)
+    ]
+    logps, entropy = (torch.cat(values) for values in zip(*found, strict=True))
+    return logps, entropy
+
+
 def fused_statistics(head: LinearHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """`linear_statistics` where it is the way to take, else None: operands that tensor cores
-    multiply without loss, rows that begin at 16-byte boundaries, and no adapter."""
-    if head.lora is not None:
+    """`statistics_of_rows` where it is the way to take, else None: no adapter, operands that tensor
+    cores multiply without loss, and rows that begin at 16-byte boundaries. Another layout would
+    need a copy of the weight.
+    """
+    weight = head.weight
+    if head.lora is not None or not weight.is_contiguous():
         return None
-    narrow = head.operand_dtype != accumulator_dtype(head.operand_dtype)
-    return linear_statistics if INTERPRETED or (narrow and head.weight.shape[1] % 16 == 0) else None
+    narrow = weight.is_cuda and head.operand_dtype != head.dtype
+    aligned = weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0
+    return statistics_of_rows if INTERPRETED or (narrow and aligned) else None

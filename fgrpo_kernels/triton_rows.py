@@ -36,6 +36,10 @@ from fgrpo_kernels.primitives import (
 )
 from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.torch_rows import RowStatistics
+from fgrpo_kernels.triton_linear_stats import fused_statistics
+
+__all__ = ["fused_statistics", "policy_row_pass", "row_gradient", "row_statistics"]
+"""What `HeadRows.row_ops` offers; `torch_rows` has the same but for `policy_row_pass`."""
 
 SURROGATES = {"clip": primitives.CLIP, "cispo": primitives.CISPO, "reinforce": primitives.REINFORCE}
 KLS = {None: tl.constexpr(0), "k1": primitives.K1, "k2": primitives.K2, "k3": primitives.K3}
