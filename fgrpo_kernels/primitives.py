@@ -23,6 +23,12 @@ LOWEST: tl.constexpr = tl.constexpr(-1.7e38)
 
 
 @triton.jit
+def offset(index, stride):
+    """index * stride in int64: logits of one chunk, or a weight, may pass 2^31 elements."""
+    return index.to(tl.int64) * stride
+
+
+@triton.jit
 def log1p(x):
     """log(1 + x) for x >= 0 without losing a small x: the rounding of 1 + x is divided out."""
     u = 1.0 + x

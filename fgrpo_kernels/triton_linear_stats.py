@@ -30,6 +30,7 @@ from fgrpo_kernels.primitives import (
     LOWEST,
     finished_statistics,
     floored,
+    offset,
     rebased,
     tanh,
     tile_statistics,
@@ -72,8 +73,8 @@ def tile_statistics_kernel(
     row = tl.minimum(tl.arange(0, BLOCK_N), n_rows - 1 - first_row)
     col = tl.minimum(tl.arange(0, BLOCK_V), n_cols - 1 - first_col)
     depth = tl.arange(0, BLOCK_D)
-    hidden_tile_ptr = hidden_ptr + first_row.to(tl.int64) * width
-    weight_tile_ptr = weight_ptr + first_col.to(tl.int64) * width
+    hidden_tile_ptr = hidden_ptr + offset(first_row, width)
+    weight_tile_ptr = weight_ptr + offset(first_col, width)
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype)
     for start in range(0, width, BLOCK_D):
         x_ptrs = hidden_tile_ptr + start + (row[:, None] * width + depth[None, :])
@@ -108,8 +109,8 @@ def tile_statistics_kernel(
     if HAS_BIAS:  # nothing else can forbid a token with -inf
         z = floored(z)
     m, s, moment = tile_statistics(z, 1, WITH_ENTROPY)
-    at = col_tile.to(tl.int64) * padded_rows + rows
-    field = col_tiles.to(tl.int64) * padded_rows
+    at = offset(col_tile, padded_rows) + rows
+    field = offset(col_tiles, padded_rows)
     tl.store(partials_ptr + at, m)
     tl.store(partials_ptr + field + at, s)
     if WITH_ENTROPY:
@@ -129,14 +130,14 @@ def merge_tiles_kernel(
     BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    field = col_tiles.to(tl.int64) * padded_rows
+    field = offset(col_tiles, padded_rows)
     target = tl.load(targets_ptr + rows)
     m = floored(target)
     s = tl.zeros((BLOCK_N,), target.dtype)
     moment = s
     for start in range(0, col_tiles, BLOCK_T):
         tiles = start + tl.arange(0, BLOCK_T)
-        at = tiles.to(tl.int64)[:, None] * padded_rows + rows[None, :]
+        at = offset(tiles, padded_rows)[:, None] + rows[None, :]
         inside = (tiles < col_tiles)[:, None]
         tile_m = tl.load(partials_ptr + at, mask=inside, other=LOWEST)
         tile_s = tl.load(partials_ptr + field + at, mask=inside, other=0.0)
@@ -159,17 +160,20 @@ GROUP_ROWS = 2048
 """Rows that share one pass over the weight: 14 MB at D = 3584, a third of an A100's cache."""
 
 
-def launch_options(backend: str, arch: int, shared_bytes: int) -> dict[str, int]:
+def launch_options(
+    backend: str, arch: int | str, shared_bytes: int, *, has_bias: bool
+) -> dict[str, int]:
     """Tile, warps and stages by GPU ("cuda", 90, bytes of shared memory a program may use).
 
     An accumulator of 128 x 256 on 8 warps fills half of an NVIDIA thread's registers and leaves the
     epilogue the other half. On sm_100 and sm_103 a thread owns a row of tensor memory, so the tile
-    is turned, for fewer columns a thread. AMD's 64 KiB of shared memory take half the tile.
+    is turned, for fewer columns a thread; a bias, which each thread then holds for all columns of
+    its own, takes half the tile. So do AMD's 64 KiB of shared memory.
     """
+    tensor_memory = backend == "cuda" and 100 <= int(arch) < 120
     block_n, block_v = 128, 256
-    tensor_memory = backend == "cuda" and 100 <= arch < 120
     if tensor_memory:
-        block_n, block_v = 256, 128
+        block_n, block_v = 128 if has_bias else 256, 128
     if backend == "hip":
         block_v = 128
     tiles = {"BLOCK_N": block_n, "BLOCK_V": block_v, "BLOCK_D": 64}
@@ -187,13 +191,13 @@ def merge_options() -> dict[str, int]:
 
 
 @functools.cache
-def options_on(device: torch.device) -> dict[str, int]:
+def options_on(device: torch.device, *, has_bias: bool) -> dict[str, int]:
     if INTERPRETED:
-        return launch_options("cuda", 90, 232448)
+        return launch_options("cuda", 90, 232448, has_bias=has_bias)
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     major, minor = torch.cuda.get_device_capability(device)
-    backend = "hip" if torch.version.hip else "cuda"
-    return launch_options(backend, 10 * major + minor, properties["max_shared_mem"])
+    backend, arch = "hip" if torch.version.hip else "cuda", 10 * major + minor
+    return launch_options(backend, arch, properties["max_shared_mem"], has_bias=has_bias)
 
 
 torch.library.define(
@@ -203,8 +207,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("fgrpo::linear_statistics", "CompositeExplicitAutograd")
-def _launch(
+def launch(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -218,7 +221,7 @@ def _launch(
     out = scalars.new_empty((2, n_rows))
     if n_rows == 0:
         return out
-    options = options_on(hidden.device)
+    options = options_on(hidden.device, has_bias=bias is not None)
     row_tiles = triton.cdiv(n_rows, options["BLOCK_N"])
     col_tiles = triton.cdiv(n_cols, options["BLOCK_V"])
     padded_rows = row_tiles * options["BLOCK_N"]
@@ -248,6 +251,9 @@ def _launch(
         out, partials, targets, n_rows, col_tiles, padded_rows, WITH_ENTROPY=with_entropy, **merge
     )
     return out
+
+
+torch.library.impl("fgrpo::linear_statistics", "CompositeExplicitAutograd", launch)
 
 
 def _register_flops() -> None:
@@ -292,8 +298,9 @@ def linear_statistics(
 
 def launch_rows(head: LinearHead, rows: HeadRows) -> int:
     """Rows of one launch, at least one, whose operands and tile statistics fit the chunk budget."""
-    width = head.weight.shape[1]
-    col_tiles = triton.cdiv(head.vocab_size, options_on(head.weight.device)["BLOCK_V"])
+    width, has_bias = head.weight.shape[1], head.bias is not None
+    options = options_on(head.weight.device, has_bias=has_bias)
+    col_tiles = triton.cdiv(head.vocab_size, options["BLOCK_V"])
     bytes_per_row = width * head.operand_dtype.itemsize + 3 * col_tiles * head.dtype.itemsize
     return max(1, chunk_budget(head, rows.max_chunk_bytes) // bytes_per_row)
 

@@ -29,6 +29,7 @@ from fgrpo_kernels.primitives import (
     MASK,
     bounded_exp,
     kl_coefficient,
+    offset,
     rollout_weight,
     statistics_of_row,
     surrogate_coefficient,
@@ -57,7 +58,7 @@ def row_statistics_kernel(
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_start = row.to(tl.int64) * logits_row_stride
+    row_start = offset(row, logits_row_stride)
     target_id = tl.load(ids_ptr + row)
     logp, entropy, m, rest, total = statistics_of_row(
         logits_ptr, row_start, target_id, n_cols, BLOCK_V
@@ -97,8 +98,8 @@ def row_gradient_kernel(
     write_gradient_of_row(
         e_ptr,
         logits_ptr,
-        row.to(tl.int64) * e_row_stride,
-        row.to(tl.int64) * logits_row_stride,
+        offset(row, e_row_stride),
+        offset(row, logits_row_stride),
         tl.load(ids_ptr + row),
         c,
         s,
@@ -154,7 +155,7 @@ def policy_rows_kernel(
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_start = row.to(tl.int64) * logits_row_stride
+    row_start = offset(row, logits_row_stride)
     target_id = tl.load(ids_ptr + row)
     logp, entropy, m, rest, total = statistics_of_row(
         logits_ptr, row_start, target_id, n_cols, BLOCK_V
@@ -195,7 +196,7 @@ def policy_rows_kernel(
     write_gradient_of_row(
         e_ptr,
         logits_ptr,
-        row.to(tl.int64) * e_row_stride,
+        offset(row, e_row_stride),
         row_start,
         target_id,
         c,
