@@ -27,6 +27,7 @@ from torch.utils.flop_counter import _FlopCounterMode, flop_registry, register_f
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.linear_head import HeadRows, chunk_budget, chunks
 from fgrpo_kernels.primitives import (
+    COMPILER_OPTIONS,
     LOWEST,
     finished_statistics,
     floored,
@@ -183,11 +184,12 @@ def launch_options(
         buffers = min(4, shared_bytes // (2 * 64 * (block_n + block_v)))
         # Without asynchronous tensor cores (wgmma, tcgen05) the last stage is in registers.
         stages = buffers if arch == 90 or tensor_memory else min(4, buffers + 1)
-    return {**tiles, "GROUP_TILES": GROUP_ROWS // block_n, "num_warps": 8, "num_stages": stages}
+    tiles["GROUP_TILES"] = GROUP_ROWS // block_n
+    return {**tiles, "num_warps": 8, "num_stages": stages, **COMPILER_OPTIONS}
 
 
 def merge_options() -> dict[str, int]:
-    return {"BLOCK_N": 32, "BLOCK_T": 32, "num_warps": 4}
+    return {"BLOCK_N": 32, "BLOCK_T": 32, "num_warps": 4, **COMPILER_OPTIONS}
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.linear_head import HeadRows, RowPass
 from fgrpo_kernels.primitives import (
+    COMPILER_OPTIONS,
     MASK,
     bounded_exp,
     kl_coefficient,
@@ -224,8 +225,8 @@ def launch_options(vocab_size: int) -> dict[str, int]:
     """One tile for a small vocabulary, 16 elements a thread for any other: four 16-byte loads in
     flight, and registers to spare."""
     if vocab_size <= 1024:
-        return {"BLOCK_V": 1024, "num_warps": 4}
-    return {"BLOCK_V": 4096, "num_warps": 8}
+        return {"BLOCK_V": 1024, "num_warps": 4, **COMPILER_OPTIONS}
+    return {"BLOCK_V": 4096, "num_warps": 8, **COMPILER_OPTIONS}
 
 
 def policy_flags(
