@@ -108,6 +108,22 @@ def test_hard_logits(name, small_tiles, monkeypatch):
         torch.testing.assert_close(value.double(), expected.expand(3), rtol=5e-7, atol=atol)
 
 
+@pytest.mark.parametrize("gap", [1.0, 10.0, 30.0, 80.0, 150.0, 1000.0])
+@pytest.mark.parametrize("other", [1, TILE + 1], ids=["same tile", "another tile"])
+def test_confident_and_hopeless_tokens_keep_their_digits(gap, other, small_tiles):
+    """Two tokens `gap` apart, the rest impossible: -log1p(e^-gap), and gap more for the other."""
+    bias = torch.full((20,), -INF)
+    bias[0], bias[other] = gap, 0.0
+    head = LinearHead(torch.zeros(20, 4), bias, torch.float32)
+    logps, _ = linear_statistics(
+        torch.zeros(2, 4), head, torch.tensor([0, other]), with_entropy=False
+    )
+    small = torch.log1p(torch.exp(torch.tensor(-gap, dtype=torch.float64)))
+    # some float32 roundings; below e^-87 a float32 sum is subnormal or 0
+    torch.testing.assert_close(-logps[0].double(), small, rtol=1e-6, atol=1e-37)
+    torch.testing.assert_close(-logps[1].double(), gap + small, rtol=1e-6, atol=0)
+
+
 def test_a_row_without_a_possible_token_is_nan(small_tiles):
     hidden, weight, _, ids = operands(2, 21, 4)
     bias = torch.full((21,), -INF, dtype=torch.float64)
