@@ -16,7 +16,7 @@ where it is trained and the weight is not, the last two cost 6 and 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +63,14 @@ class HeadRows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def positions(self, part: slice | Tensor) -> slice | Tensor:
+        """Where in hidden these rows are."""
+        return part if self.index is None else self.index[part]
+
+    def first(self, count: int) -> HeadRows:
+        index = None if self.index is None else self.index[:count]
+        return replace(self, index=index, ids=self.ids[:count])
+
 
 @dataclass
 class HeadGradients:
@@ -80,10 +88,14 @@ def wants_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def chunk_budget(head: LinearHead, max_chunk_bytes: int | None) -> int:
+    on_cpu = head.weight.device.type == "cpu"
+    return max_chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else DEVICE_CHUNK_BYTES)
+
+
 def chunk_rows(head: LinearHead, max_chunk_bytes: int | None) -> int:
     """Rows of a chunk whose logits fit the budget, at least one."""
-    on_cpu = head.weight.device.type == "cpu"
-    budget = max_chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else DEVICE_CHUNK_BYTES)
+    budget = chunk_budget(head, max_chunk_bytes)
     columns = head.vocab_size if head.shard is None else head.shard.largest
     count = max(1, budget // (columns * head.dtype.itemsize))
     return count if count < 128 else count // 128 * 128
@@ -108,7 +120,7 @@ class ChunkPass:
 
     def __init__(self, head: LinearHead, hidden: Tensor, rows: HeadRows, logits: Tensor) -> None:
         self.size = len(logits)
-        self._hidden, self._index = hidden.detach(), rows.index
+        self._hidden, self.positions = hidden.detach(), rows.positions
         self.products = HeadProducts(head)
         self._first = True
         like: dict[str, Any] = {"dtype": head.dtype, "device": hidden.device}
@@ -116,10 +128,6 @@ class ChunkPass:
         if self.products.storage_dtype != head.dtype:
             self._e = torch.empty_like(self._logits, dtype=self.products.storage_dtype)
         self._dhidden = torch.empty(self.size, hidden.shape[1], **like)
-
-    def positions(self, part: slice | Tensor) -> slice | Tensor:
-        """Where in hidden the rows are."""
-        return part if self._index is None else self._index[part]
 
     def x(self, part: slice) -> Tensor:
         """The rows' hidden states as operands."""
@@ -176,6 +184,13 @@ def head_pass(
     logps = torch.empty(len(rows), dtype=head.dtype, device=hidden.device)
     entropy = torch.empty_like(logps)
     num_active = 0 if row_pass is None else rows.num_active
+    fused = rows.row_ops.fused_statistics(head)
+    if fused is not None and num_active < len(rows):
+        part = slice(num_active, len(rows))
+        logps[part], entropy[part] = fused(hidden.detach(), head, rows, part)
+        rows = rows.first(num_active)
+        if num_active == 0:
+            return logps, entropy
     with chunk_buffer(chunk_shape(head, rows), head.dtype, hidden.device) as buffer:
         run = ChunkPass(head, hidden, rows, buffer)
         for part in chunks(num_active, run.size):

@@ -21,6 +21,15 @@ MASK: tl.constexpr = tl.constexpr(2)
 LOWEST: tl.constexpr = tl.constexpr(-1.7e38)
 """Stands for -inf inside the sums: 0 times it is 0, and differences of two are finite."""
 
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
+"""a * b + c rounds once: Triton's default before 3.10, and 3.9 warns where nothing is said."""
+
+
+@triton.jit
+def offset(index, stride):
+    """index * stride in int64: logits of one chunk, or a weight, may pass 2^31 elements."""
+    return index.to(tl.int64) * stride
+
 
 @triton.jit
 def log1p(x):

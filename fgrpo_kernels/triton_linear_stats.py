@@ -24,11 +24,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry, register_flop_formula
 
-from fgrpo_kernels.head import LinearHead, accumulator_dtype
+from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.linear_head import HeadRows, chunk_budget, chunks
 from fgrpo_kernels.primitives import (
+    COMPILER_OPTIONS,
     LOWEST,
     finished_statistics,
     floored,
+    offset,
     rebased,
     tanh,
     tile_statistics,
@@ -71,8 +74,8 @@ def tile_statistics_kernel(
     row = tl.minimum(tl.arange(0, BLOCK_N), n_rows - 1 - first_row)
     col = tl.minimum(tl.arange(0, BLOCK_V), n_cols - 1 - first_col)
     depth = tl.arange(0, BLOCK_D)
-    hidden_tile_ptr = hidden_ptr + first_row.to(tl.int64) * width
-    weight_tile_ptr = weight_ptr + first_col.to(tl.int64) * width
+    hidden_tile_ptr = hidden_ptr + offset(first_row, width)
+    weight_tile_ptr = weight_ptr + offset(first_col, width)
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype)
     for start in range(0, width, BLOCK_D):
         x_ptrs = hidden_tile_ptr + start + (row[:, None] * width + depth[None, :])
@@ -91,7 +94,7 @@ def tile_statistics_kernel(
     scale = tl.load(scalars_ptr)
     z = acc * scale
     if HAS_BIAS:
-        z += (tl.load(bias_ptr + first_col + col).to(dtype) * scale)[None, :]
+        z += (tl.load(bias_ptr + first_col + col) * scale)[None, :]
     if HAS_SOFTCAP:
         z = tanh(z) * tl.load(scalars_ptr + 1)
     # Few tiles hold a target, and the search for it would keep a second tile in registers.
@@ -107,8 +110,8 @@ def tile_statistics_kernel(
     if HAS_BIAS:  # nothing else can forbid a token with -inf
         z = floored(z)
     m, s, moment = tile_statistics(z, 1, WITH_ENTROPY)
-    at = col_tile.to(tl.int64) * padded_rows + rows
-    field = col_tiles.to(tl.int64) * padded_rows
+    at = offset(col_tile, padded_rows) + rows
+    field = offset(col_tiles, padded_rows)
     tl.store(partials_ptr + at, m)
     tl.store(partials_ptr + field + at, s)
     if WITH_ENTROPY:
@@ -128,14 +131,14 @@ def merge_tiles_kernel(
     BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    field = col_tiles.to(tl.int64) * padded_rows
+    field = offset(col_tiles, padded_rows)
     target = tl.load(targets_ptr + rows)
     m = floored(target)
     s = tl.zeros((BLOCK_N,), target.dtype)
     moment = s
     for start in range(0, col_tiles, BLOCK_T):
         tiles = start + tl.arange(0, BLOCK_T)
-        at = tiles.to(tl.int64)[:, None] * padded_rows + rows[None, :]
+        at = offset(tiles, padded_rows)[:, None] + rows[None, :]
         inside = (tiles < col_tiles)[:, None]
         tile_m = tl.load(partials_ptr + at, mask=inside, other=LOWEST)
         tile_s = tl.load(partials_ptr + field + at, mask=inside, other=0.0)
@@ -158,17 +161,20 @@ GROUP_ROWS = 2048
 """Rows that share one pass over the weight: 14 MB at D = 3584, a third of an A100's cache."""
 
 
-def launch_options(backend: str, arch: int, shared_bytes: int) -> dict[str, int]:
+def launch_options(
+    backend: str, arch: int | str, shared_bytes: int, *, has_bias: bool
+) -> dict[str, int]:
     """Tile, warps and stages by GPU ("cuda", 90, bytes of shared memory a program may use).
 
     An accumulator of 128 x 256 on 8 warps fills half of an NVIDIA thread's registers and leaves the
     epilogue the other half. On sm_100 and sm_103 a thread owns a row of tensor memory, so the tile
-    is turned, for fewer columns a thread. AMD's 64 KiB of shared memory take half the tile.
+    is turned, for fewer columns a thread; a bias, which each thread then holds for all columns of
+    its own, takes half the tile. So do AMD's 64 KiB of shared memory.
     """
+    tensor_memory = backend == "cuda" and 100 <= int(arch) < 120
     block_n, block_v = 128, 256
-    tensor_memory = backend == "cuda" and 100 <= arch < 120
     if tensor_memory:
-        block_n, block_v = 256, 128
+        block_n, block_v = 128 if has_bias else 256, 128
     if backend == "hip":
         block_v = 128
     tiles = {"BLOCK_N": block_n, "BLOCK_V": block_v, "BLOCK_D": 64}
@@ -178,22 +184,22 @@ def launch_options(backend: str, arch: int, shared_bytes: int) -> dict[str, int]
         buffers = min(4, shared_bytes // (2 * 64 * (block_n + block_v)))
         # Without asynchronous tensor cores (wgmma, tcgen05) the last stage is in registers.
         stages = buffers if arch == 90 or tensor_memory else min(4, buffers + 1)
-    return {**tiles, "GROUP_TILES": GROUP_ROWS // block_n, "num_warps": 8, "num_stages": stages}
+    tiles["GROUP_TILES"] = GROUP_ROWS // block_n
+    return {**tiles, "num_warps": 8, "num_stages": stages, **COMPILER_OPTIONS}
 
 
 def merge_options() -> dict[str, int]:
-    return {"BLOCK_N": 32, "BLOCK_T": 32, "num_warps": 4}
+    return {"BLOCK_N": 32, "BLOCK_T": 32, "num_warps": 4, **COMPILER_OPTIONS}
 
 
 @functools.cache
-def device_facts(index: int) -> tuple[str, int, int]:
-    """Arguments of `launch_options`."""
+def options_on(device: torch.device, *, has_bias: bool) -> dict[str, int]:
     if INTERPRETED:
-        return "cuda", 90, 232448
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    major, minor = torch.cuda.get_device_capability(index)
-    backend = "hip" if torch.version.hip else "cuda"
-    return backend, 10 * major + minor, properties["max_shared_mem"]
+        return launch_options("cuda", 90, 232448, has_bias=has_bias)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    major, minor = torch.cuda.get_device_capability(device)
+    backend, arch = "hip" if torch.version.hip else "cuda", 10 * major + minor
+    return launch_options(backend, arch, properties["max_shared_mem"], has_bias=has_bias)
 
 
 torch.library.define(
@@ -203,8 +209,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("fgrpo::linear_statistics", "CompositeExplicitAutograd")
-def _launch(
+def launch(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -218,7 +223,7 @@ def _launch(
     out = scalars.new_empty((2, n_rows))
     if n_rows == 0:
         return out
-    options = launch_options(*device_facts(hidden.device.index or 0))
+    options = options_on(hidden.device, has_bias=bias is not None)
     row_tiles = triton.cdiv(n_rows, options["BLOCK_N"])
     col_tiles = triton.cdiv(n_cols, options["BLOCK_V"])
     padded_rows = row_tiles * options["BLOCK_N"]
@@ -229,7 +234,7 @@ def _launch(
         targets,
         hidden,
         weight,
-        weight if bias is None else bias,
+        scalars if bias is None else bias,
         ids,
         scalars,
         n_rows,
@@ -248,6 +253,9 @@ def _launch(
         out, partials, targets, n_rows, col_tiles, padded_rows, WITH_ENTROPY=with_entropy, **merge
     )
     return out
+
+
+torch.library.impl("fgrpo::linear_statistics", "CompositeExplicitAutograd", launch)
 
 
 def _register_flops() -> None:
@@ -269,8 +277,8 @@ _register_flops()
 def linear_statistics(
     hidden_rows: Tensor, head: LinearHead, ids: Tensor, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (n,) of hidden_rows (n, D) in the operand's dtype, in the
-    accumulator's dtype; no gradient. Without `with_entropy` the entropy is NaN.
+    """Log-probs and entropies (n,) of hidden_rows (n, D), in the accumulator's dtype; no gradient.
+    Without `with_entropy` the entropy is NaN.
     """
     cap = head.logit_softcap
     factors = (
@@ -278,9 +286,9 @@ def linear_statistics(
     )
     scalars = torch.tensor(factors, dtype=head.dtype)
     out = torch.ops.fgrpo.linear_statistics(
-        hidden_rows.detach().contiguous(),
-        head.weight.detach().to(head.operand_dtype).contiguous(),
-        None if head.bias is None else head.bias.detach().contiguous(),
+        hidden_rows.detach().to(head.operand_dtype).contiguous(),
+        head.weight.detach().to(head.operand_dtype),
+        None if head.bias is None else head.bias.detach().to(head.dtype).contiguous(),
         ids.contiguous(),
         scalars.to(hidden_rows.device, non_blocking=True),
         has_softcap=cap is not None,
@@ -290,10 +298,38 @@ def linear_statistics(
     return logps, entropy
 
 
+def launch_rows(head: LinearHead, rows: HeadRows) -> int:
+    """Rows of one launch, at least one, whose operands and tile statistics fit the chunk budget."""
+    width, has_bias = head.weight.shape[1], head.bias is not None
+    options = options_on(head.weight.device, has_bias=has_bias)
+    col_tiles = triton.cdiv(head.vocab_size, options["BLOCK_V"])
+    bytes_per_row = width * head.operand_dtype.itemsize + 3 * col_tiles * head.dtype.itemsize
+    return max(1, chunk_budget(head, rows.max_chunk_bytes) // bytes_per_row)
+
+
+def statistics_of_rows(
+    hidden: Tensor, head: LinearHead, rows: HeadRows, part: slice
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the rows in `part`."""
+    found = [
+        linear_statistics(
+            hidden[rows.positions(piece)], head, rows.ids[piece], with_entropy=rows.with_entropy
+        )
+        for piece in chunks(part.stop - part.start, launch_rows(head, rows), part.start)
+    ]
+    logps, entropy = (torch.cat(values) for values in zip(*found, strict=True))
+    return logps, entropy
+
+
 def fused_statistics(head: LinearHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """`linear_statistics` where it is the way to take, else None: operands that tensor cores
-    multiply without loss, rows that begin at 16-byte boundaries, and no adapter."""
-    if head.lora is not None:
+    """`statistics_of_rows` where it is the way to take, else None: no adapter, no shard, operands that tensor
+    cores multiply without loss, and rows that begin at 16-byte boundaries. Another layout would
+    need a copy of the weight.
+    """
+    weight = head.weight
+    whole = head.lora is None and head.shard is None
+    if not (whole and weight.is_contiguous()):
         return None
-    narrow = head.operand_dtype != accumulator_dtype(head.operand_dtype)
-    return linear_statistics if INTERPRETED or (narrow and head.weight.shape[1] % 16 == 0) else None
+    narrow = weight.is_cuda and head.operand_dtype != head.dtype
+    aligned = weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0
+    return statistics_of_rows if INTERPRETED or (narrow and aligned) else None

@@ -26,9 +26,11 @@ from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.linear_head import HeadRows, RowPass
 from fgrpo_kernels.primitives import (
+    COMPILER_OPTIONS,
     MASK,
     bounded_exp,
     kl_coefficient,
+    offset,
     rollout_weight,
     statistics_of_row,
     surrogate_coefficient,
@@ -36,6 +38,10 @@ from fgrpo_kernels.primitives import (
 )
 from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.torch_rows import RowStatistics
+from fgrpo_kernels.triton_linear_stats import fused_statistics
+
+__all__ = ["fused_statistics", "policy_row_pass", "row_gradient", "row_statistics"]
+"""What `HeadRows.row_ops` offers; `torch_rows` has the same but for `policy_row_pass`."""
 
 SURROGATES = {"clip": primitives.CLIP, "cispo": primitives.CISPO, "reinforce": primitives.REINFORCE}
 KLS = {None: tl.constexpr(0), "k1": primitives.K1, "k2": primitives.K2, "k3": primitives.K3}
@@ -53,7 +59,7 @@ def row_statistics_kernel(
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_start = row.to(tl.int64) * logits_row_stride
+    row_start = offset(row, logits_row_stride)
     target_id = tl.load(ids_ptr + row)
     logp, entropy, m, rest, total, moment, target = statistics_of_row(
         logits_ptr, row_start, target_id, n_cols, BLOCK_V
@@ -95,8 +101,8 @@ def row_gradient_kernel(
     write_gradient_of_row(
         e_ptr,
         logits_ptr,
-        row.to(tl.int64) * e_row_stride,
-        row.to(tl.int64) * logits_row_stride,
+        offset(row, e_row_stride),
+        offset(row, logits_row_stride),
         tl.load(ids_ptr + row),
         c,
         s,
@@ -152,7 +158,7 @@ def policy_rows_kernel(
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_start = row.to(tl.int64) * logits_row_stride
+    row_start = offset(row, logits_row_stride)
     target_id = tl.load(ids_ptr + row)
     logp, entropy, m, rest, total, _, _ = statistics_of_row(
         logits_ptr, row_start, target_id, n_cols, BLOCK_V
@@ -193,7 +199,7 @@ def policy_rows_kernel(
     write_gradient_of_row(
         e_ptr,
         logits_ptr,
-        row.to(tl.int64) * e_row_stride,
+        offset(row, e_row_stride),
         row_start,
         target_id,
         c,
@@ -221,8 +227,8 @@ def launch_options(vocab_size: int) -> dict[str, int]:
     """One tile for a small vocabulary, 16 elements a thread for any other: four 16-byte loads in
     flight, and registers to spare."""
     if vocab_size <= 1024:
-        return {"BLOCK_V": 1024, "num_warps": 4}
-    return {"BLOCK_V": 4096, "num_warps": 8}
+        return {"BLOCK_V": 1024, "num_warps": 4, **COMPILER_OPTIONS}
+    return {"BLOCK_V": 4096, "num_warps": 8, **COMPILER_OPTIONS}
 
 
 def policy_flags(
