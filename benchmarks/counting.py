@@ -265,7 +265,7 @@ def record(call: Call, shape: Shape = SMALL) -> tuple[list[Operation], KernelTra
         KernelTraffic(),
         Recorder(shape),
     )
-    narrow = mock.patch.object(head, "multiplies_narrow", lambda device: True)
+    narrow = mock.patch.object(head, "multiplies_narrow", lambda weight: True)
     with counted_kernels(traffic), recorder, narrow:
         call(inputs, 4 * shape.chunk * shape.vocab, "triton")
     return recorder.operations, traffic

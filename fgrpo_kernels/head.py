@@ -25,9 +25,9 @@ def accumulator_dtype(operand_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if operand_dtype == torch.float64 else torch.float32
 
 
-def multiplies_narrow(device: torch.device) -> bool:
-    """Whether the device's library multiplies bf16 and fp16 into fp32 (`out_dtype`)."""
-    return device.type == "cuda"
+def multiplies_narrow(weight: Tensor) -> bool:
+    """Whether its device's library multiplies bf16 and fp16 into fp32 (`out_dtype`)."""
+    return weight.is_cuda
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class HeadProducts:
     def __init__(self, head: LinearHead) -> None:
         self._head = head
         weight = head.weight.detach()
-        self._narrow = head.operand_dtype != head.dtype and multiplies_narrow(weight.device)
+        self._narrow = head.operand_dtype != head.dtype and multiplies_narrow(weight)
         self._direct = weight.dtype == head.dtype == head.operand_dtype
         if self._narrow:
             weight = weight.to(head.operand_dtype)
