@@ -98,7 +98,7 @@ def clip_loss(logps: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def plain(inputs: LossInputs, size: Size) -> Tensor:
-    logits = inputs.hidden @ inputs.lm_head_weight.t()
+    logits = (inputs.hidden @ inputs.lm_head_weight.t()).float()
     logps = logits.log_softmax(-1).gather(-1, inputs.completion_ids[..., None]).squeeze(-1)
     return clip_loss(logps, inputs)
 
@@ -134,12 +134,12 @@ def trl_chunked(inputs: LossInputs, size: Size) -> Tensor:
     return clip_loss(logps.view_as(inputs.completion_ids), inputs)
 
 
-def liger_grpo(inputs: LossInputs, size: Size) -> Tensor:
+def liger_grpo(inputs: LossInputs, size: Size, *, compiled: bool = False) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     fused = LigerFusedLinearGRPOLoss(
         beta=0.0,
-        compiled=False,
+        compiled=compiled,
         use_ref_model=False,
         epsilon_low=CONFIG.clip_eps_low,
         epsilon_high=CONFIG.clip_eps_high,
