@@ -5,7 +5,8 @@
 #     bash benchmarks/gpu_session.sh [--wheels DIR] [--out DIR] [--dry-run]
 #
 # --wheels: wheels of the peers (trl, liger-kernel, verl, cut-cross-entropy), installed without their
-#   dependencies into a temporary folder. --out: default benchmarks/results.
+#   dependencies into a temporary folder; Liger's scaled CE also wants those of nvidia-cutlass-dsl
+#   and apache-tvm-ffi. --out: default benchmarks/results.
 # --dry-run: the same on a CPU at toy sizes, kernels interpreted, results into a temporary folder.
 # Results are written as they come, so a session that is cut off loses nothing.
 set -uo pipefail
