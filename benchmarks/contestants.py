@@ -97,9 +97,13 @@ def clip_loss(logps: Tensor, inputs: LossInputs) -> Tensor:
     return -torch.minimum(ratio * advantages, clipped * advantages).mean()
 
 
+def plain_logps(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    logits = (hidden @ weight.t()).float()
+    return logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+
+
 def plain(inputs: LossInputs, size: Size) -> Tensor:
-    logits = (inputs.hidden @ inputs.lm_head_weight.t()).float()
-    logps = logits.log_softmax(-1).gather(-1, inputs.completion_ids[..., None]).squeeze(-1)
+    logps = plain_logps(inputs.hidden, inputs.lm_head_weight, inputs.completion_ids)
     return clip_loss(logps, inputs)
 
 
@@ -188,8 +192,7 @@ def _ours(
 
 @torch.no_grad()
 def plain_scores(inputs: LossInputs, size: Size) -> Tensor:
-    logits = inputs.hidden @ inputs.lm_head_weight.t()
-    return logits.log_softmax(-1).gather(-1, inputs.completion_ids[..., None]).squeeze(-1)
+    return plain_logps(inputs.hidden, inputs.lm_head_weight, inputs.completion_ids)
 
 
 @torch.no_grad()

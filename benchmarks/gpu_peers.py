@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from contestants import (
     liger_grpo,
     linear_cross_entropy,
     plain,
+    plain_logps,
+    plain_scores,
     trl_chunked,
 )
 from torch import Tensor
@@ -51,19 +54,14 @@ def our_scores(inputs: LossInputs, size: Size) -> Tensor:
     return token_logps(*arguments, impl="triton", max_chunk_bytes=size.chunk_bytes)[0]
 
 
-@torch.no_grad()
-def plain_scores(inputs: LossInputs, size: Size) -> Tensor:
-    logits = (inputs.hidden @ inputs.lm_head_weight.t()).float()
-    return logits.log_softmax(-1).gather(-1, inputs.completion_ids[..., None]).squeeze(-1)
-
-
 @cache
-def _compiled_plain() -> Loss:
-    return torch.compile(plain)
+def _compiled_logps() -> Callable[..., Tensor]:
+    return torch.compile(plain_logps)
 
 
 def compiled_plain(inputs: LossInputs, size: Size) -> Tensor:
-    return _compiled_plain()(inputs, size)
+    logps = _compiled_logps()(inputs.hidden, inputs.lm_head_weight, inputs.completion_ids)
+    return clip_loss(logps, inputs)
 
 
 def _without_init(package: str, *inner: str) -> None:
