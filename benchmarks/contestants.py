@@ -97,9 +97,13 @@ def clip_loss(logps: Tensor, inputs: LossInputs) -> Tensor:
     return -torch.minimum(ratio * advantages, clipped * advantages).mean()
 
 
+def plain_logps(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    logits = (hidden @ weight.t()).float()
+    return logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+
+
 def plain(inputs: LossInputs, size: Size) -> Tensor:
-    logits = inputs.hidden @ inputs.lm_head_weight.t()
-    logps = logits.log_softmax(-1).gather(-1, inputs.completion_ids[..., None]).squeeze(-1)
+    logps = plain_logps(inputs.hidden, inputs.lm_head_weight, inputs.completion_ids)
     return clip_loss(logps, inputs)
 
 
@@ -134,12 +138,12 @@ def trl_chunked(inputs: LossInputs, size: Size) -> Tensor:
     return clip_loss(logps.view_as(inputs.completion_ids), inputs)
 
 
-def liger_grpo(inputs: LossInputs, size: Size) -> Tensor:
+def liger_grpo(inputs: LossInputs, size: Size, *, compiled: bool = False) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     fused = LigerFusedLinearGRPOLoss(
         beta=0.0,
-        compiled=False,
+        compiled=compiled,
         use_ref_model=False,
         epsilon_low=CONFIG.clip_eps_low,
         epsilon_high=CONFIG.clip_eps_high,
@@ -188,8 +192,7 @@ def _ours(
 
 @torch.no_grad()
 def plain_scores(inputs: LossInputs, size: Size) -> Tensor:
-    logits = inputs.hidden @ inputs.lm_head_weight.t()
-    return logits.log_softmax(-1).gather(-1, inputs.completion_ids[..., None]).squeeze(-1)
+    return plain_logps(inputs.hidden, inputs.lm_head_weight, inputs.completion_ids)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -37,6 +38,11 @@ def row_ops(impl: str) -> ModuleType:
     """The module of row operations; triton is imported here and nowhere before."""
     name = "triton_rows" if impl == "triton" else "torch_rows"
     return importlib.import_module(f"fgrpo_kernels.{name}")
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current GPU, whichever GPU its tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _triton_installed() -> bool:

@@ -26,6 +26,11 @@ def accumulator_dtype(operand_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if operand_dtype == torch.float64 else torch.float32
 
 
+def multiplies_narrow(weight: Tensor) -> bool:
+    """Whether its device's library multiplies bf16 and fp16 into fp32 (`out_dtype`)."""
+    return weight.is_cuda
+
+
 @dataclass(frozen=True)
 class LinearHead:
     """Weight (V, D), bias (V,) or None, the constants between product and log-softmax, adapter."""
@@ -86,14 +91,14 @@ class HeadProducts:
     """The three products of a chunk into caller-owned buffers of the accumulator's dtype.
 
     Three cases: operands already are accumulators (fp32, fp64); a device whose library multiplies
-    narrow operands into fp32 (`out_dtype`, CUDA); anything else upcasts W block by block, which on
-    CPU also is faster than most processors' bf16 product.
+    narrow operands into fp32; anything else upcasts W block by block, which on CPU also is faster
+    than most processors' bf16 product.
     """
 
     def __init__(self, head: LinearHead) -> None:
         self._head = head
         weight = head.weight.detach()
-        self._narrow = head.operand_dtype != head.dtype and weight.is_cuda
+        self._narrow = head.operand_dtype != head.dtype and multiplies_narrow(weight)
         self._direct = weight.dtype == head.dtype == head.operand_dtype
         if self._narrow:
             weight = weight.to(head.operand_dtype)

@@ -32,6 +32,8 @@ CPU_CHUNK_BYTES = 256 * 2**20
 DEVICE_CHUNK_BYTES = 2 * 2**30
 """Below about 2048 rows the fp32 weight gradient's traffic shows on a GPU."""
 
+SCALED_BLOCK_ELEMENTS = 2**26
+
 Coefficients = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(rows, logps, entropy) -> (dL/dlogp, dL/dentropy or None) of these rows."""
 
@@ -253,9 +255,21 @@ def finished_gradients(
     finished: list[Tensor | None] = []
     for tensor, dtype in zip(vars(gradients).values(), like, strict=True):
         if tensor is not None and scale is not None:
-            tensor.mul_(scale)
+            tensor = _scaled(tensor, scale, dtype)
         finished.append(None if tensor is None else tensor.to(dtype))
     return tuple(finished)
+
+
+def _scaled(tensor: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """tensor * scale, in place or, for another dtype, in one pass that also casts: 6 bytes an
+    element of a bf16 weight instead of 14. In blocks, because a CPU casts by way of a copy."""
+    if tensor.dtype == dtype:
+        return tensor.mul_(scale)
+    out = torch.empty_like(tensor, dtype=dtype)
+    rows = max(1, SCALED_BLOCK_ELEMENTS // max(1, tensor[:1].numel()))
+    for source, target in zip(tensor.split(rows), out.split(rows), strict=True):
+        torch.mul(source, scale, out=target)
+    return out
 
 
 class RowLocalGradient(torch.autograd.Function):

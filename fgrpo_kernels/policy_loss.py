@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fgrpo_kernels.backends import choose_impl
+from fgrpo_kernels.backends import choose_impl, launching_on
 from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.inputs import HostFacts, read_head_inputs
@@ -141,6 +141,6 @@ def focal_policy_loss(
         facts=facts,
     )
     impl = choose_impl(impl, hidden.device)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with launching_on(hidden.device), torch.autocast(hidden.device.type, enabled=False):
         call = LossCall(head_inputs, loss_inputs, config, impl, objective, return_logps, facts)
         return call.run()

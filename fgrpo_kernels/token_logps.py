@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fgrpo_kernels.backends import choose_impl, row_ops
+from fgrpo_kernels.backends import choose_impl, launching_on, row_ops
 from fgrpo_kernels.compiler import opaque_to_compiler
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.first_order import first_order_only
@@ -94,7 +94,7 @@ def token_logps(
         index = torch.nonzero_static(inputs.valid, size=num_valid).squeeze(1)
     ids = inputs.ids if index is None else inputs.ids[index]
     rows = HeadRows(index, ids, num_valid, max_chunk_bytes, row_ops(impl), with_entropy)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with launching_on(hidden.device), torch.autocast(hidden.device.type, enabled=False):
         logps, entropy = head_logps(
             inputs.hidden, inputs.head, rows, impl, entropy_gradient=with_entropy
         )

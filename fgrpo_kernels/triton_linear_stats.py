@@ -322,9 +322,9 @@ def statistics_of_rows(
 
 
 def fused_statistics(head: LinearHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """`statistics_of_rows` where it is the way to take, else None: no adapter, no shard, operands that tensor
-    cores multiply without loss, and rows that begin at 16-byte boundaries. Another layout would
-    need a copy of the weight.
+    """`statistics_of_rows` where it is the way to take, else None: a whole head without adapter,
+    operands that tensor cores multiply without loss, and rows that begin at 16-byte boundaries.
+    Another layout would need a copy of the weight.
     """
     weight = head.weight
     whole = head.lora is None and head.shard is None
