@@ -195,7 +195,7 @@ def test_packed_input_any_strides_and_a_custom_objective():
 
 
 class NarrowProducts(TorchFunctionMode):
-    """Shows tensors as a GPU's, and multiplies narrow operands into float32 as it does."""
+    """Multiplies narrow operands into float32, as a GPU's library does."""
 
     def __init__(self):
         super().__init__()
@@ -203,8 +203,6 @@ class NarrowProducts(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func == torch.Tensor.is_cuda.__get__:
-            return True
         if "out_dtype" in kwargs:
             dtype = kwargs.pop("out_dtype")
             assert args[-2].dtype == args[-1].dtype and args[-1].dtype.itemsize == 2
@@ -225,7 +223,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "torch-narrow"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_errors_are_at_most_twice_plain_torchs(dtypes, impl):
+def test_errors_are_at_most_twice_plain_torchs(dtypes, impl, monkeypatch):
     """Plain torch: base(x) + s B(A x) with each layer in its dtype, as PEFT's layer computes it."""
     dtype, lora_dtype = dtypes
     inputs = make_inputs(4, 8, 32, 67, group_size=2, dtype=dtype)
@@ -255,6 +253,8 @@ def test_errors_are_at_most_twice_plain_torchs(dtypes, impl):
     (upstream,) = torch.autograd.grad((losses * mask).sum() / mask.sum(), exact_logps)
     plain_grads = torch.autograd.grad(plain_logps, leaves, upstream)
 
+    if impl == "torch-narrow":
+        monkeypatch.setattr("fgrpo_kernels.head.multiplies_narrow", lambda device: True)
     with NarrowProducts() if impl == "torch-narrow" else contextlib.nullcontext() as narrow:
         out = focal_policy_loss(
             **inputs.arguments(), lm_head_lora=lora, config=config, impl=impl.split("-")[0]
