@@ -163,6 +163,73 @@ def statistics_of_row(logits_ptr, row_start, target_id, n_cols, BLOCK_V: tl.cons
 
 
 @triton.jit
+def write_exps_of_row(
+    e_ptr,
+    logits_ptr,
+    e_row_start,
+    row_start,
+    target_id,
+    softcap_factor,
+    n_cols,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """(logp, entropy, share) of a row from one read: E_v = exp(z_v - z_y), E_y = -S with S the sum
+    of the others, so that logp = -log1p(S) and dL/dz_v = -c share E_v with share = 1 / (1 + S).
+    Needs the exponents of fp32 in E. A row whose S grows too large, or is NaN, is read again, by
+    its maximum."""
+    target = tl.load(logits_ptr + row_start + target_id)
+    s = tl.full((), 0.0, target.dtype)
+    moment = tl.full((), 0.0, target.dtype)
+    for start in range(0, n_cols, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        inside = cols < n_cols
+        z = tl.load(logits_ptr + row_start + cols, mask=inside, other=LOWEST)
+        x = floored(tl.where(cols == target_id, LOWEST, z)) - target
+        e = tl.exp(x)
+        s += tl.sum(e, 0)
+        moment += tl.sum(e * x, 0)
+        if HAS_SOFTCAP:
+            e = e * softcap_slope(z, softcap_factor)
+        tl.store(e_ptr + e_row_start + cols, e.to(e_ptr.dtype.element_ty), mask=inside)
+    total = 1.0 + s
+    logp = -log1p(s)
+    entropy = -logp - moment / total
+    share = 1.0 / total
+    tl.debug_barrier()  # other threads wrote what is written again now
+    if s < 1e30:
+        e_target = -s
+        if HAS_SOFTCAP:
+            e_target = e_target * softcap_slope(target, softcap_factor)
+        tl.store(e_ptr + e_row_start + target_id, e_target.to(e_ptr.dtype.element_ty))
+    else:
+        logp, entropy, m, rest, total, _, _ = statistics_of_row(
+            logits_ptr, row_start, target_id, n_cols, BLOCK_V
+        )
+        share = total * 0.0 + 1.0
+        write_gradient_of_row(
+            e_ptr,
+            logits_ptr,
+            e_row_start,
+            row_start,
+            target_id,
+            share,
+            share,
+            logp,
+            entropy,
+            m,
+            rest,
+            total,
+            softcap_factor,
+            n_cols,
+            False,
+            HAS_SOFTCAP,
+            BLOCK_V,
+        )
+    return logp, entropy, share
+
+
+@triton.jit
 def tanh(x):
     """Within a few ulp in float32: a series where 1 - exp(-2 |x|) would cancel."""
     u = tl.exp(-2.0 * tl.abs(x))

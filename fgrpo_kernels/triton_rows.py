@@ -4,10 +4,14 @@ One program a row. `policy_rows_kernel` is the fused path of the built-in row-lo
 
     logits -> log-sum-exp -> logp -> ratio -> clip / truncation -> focal-scaled advantage -> c -> E
 
-The logits are read twice (statistics, gradient) and E is written once: 12 bytes per element with
-fp32 logits and fp32 E. E holds p_v, and -(1 - p_y) at the target, so it is safe in narrow types:
+In bf16, whose exponents are those of fp32, E_v = exp(z_v - z_y) and E_y = -S = -sum of the others:
+nothing but z_y is needed before the row is read, so the logits are read once, 6 bytes per element:
 
-    dL/dlogits = diag(g) E,  g = -c          (an entropy gradient is written into E, with g = 1)
+    logp = -log1p(S),   dL/dlogits = diag(g) E,   g = -c / (1 + S)
+
+A row with S over 1e30 (a token that was as good as impossible) is read again. In fp16, fp32 and
+fp64, and with an entropy gradient, E holds p_v, and -(1 - p_y) at the target, with g = -c (or the
+finished gradient, with g = 1), and the logits are read twice.
 
 Lengths, schedules and coefficients are runtime arguments, and neither a row count nor where a chunk
 starts in a vector is specialised on: nothing recompiles per call or step.
@@ -34,6 +38,7 @@ from fgrpo_kernels.primitives import (
     rollout_weight,
     statistics_of_row,
     surrogate_coefficient,
+    write_exps_of_row,
     write_gradient_of_row,
 )
 from fgrpo_kernels.surrogates import PolicyRows
@@ -160,9 +165,24 @@ def policy_rows_kernel(
     row = tl.program_id(0)
     row_start = offset(row, logits_row_stride)
     target_id = tl.load(ids_ptr + row)
-    logp, entropy, m, rest, total, _, _ = statistics_of_row(
-        logits_ptr, row_start, target_id, n_cols, BLOCK_V
-    )
+    softcap_factor = tl.load(scalars_ptr + 8)
+    ONE_READ: tl.constexpr = (e_ptr.dtype.element_ty == tl.bfloat16) and not HAS_ENTROPY
+    if ONE_READ:
+        logp, entropy, share = write_exps_of_row(
+            e_ptr,
+            logits_ptr,
+            offset(row, e_row_stride),
+            row_start,
+            target_id,
+            softcap_factor,
+            n_cols,
+            HAS_SOFTCAP,
+            BLOCK_V,
+        )
+    else:
+        logp, entropy, m, rest, total, _, _ = statistics_of_row(
+            logits_ptr, row_start, target_id, n_cols, BLOCK_V
+        )
     eps_low = tl.load(scalars_ptr)
     eps_high = tl.load(scalars_ptr + 1)
     dual_clip = tl.load(scalars_ptr + 2)
@@ -171,7 +191,6 @@ def policy_rows_kernel(
     rollout_min = tl.load(scalars_ptr + 5)
     rollout_max = tl.load(scalars_ptr + 6)
     slope = tl.load(scalars_ptr + 7)
-    softcap_factor = tl.load(scalars_ptr + 8)
     row_weight = tl.load(row_weights_ptr + row)
     if HAS_OLD:
         ratio = bounded_exp(logp - tl.load(old_logps_ptr + row))
@@ -196,29 +215,32 @@ def policy_rows_kernel(
     # Select, not multiply: what is outside the loss may hold anything.
     c = tl.where(row_weight == 0, 0.0, c * row_weight)
     s = -entropy_coef * row_weight
-    write_gradient_of_row(
-        e_ptr,
-        logits_ptr,
-        offset(row, e_row_stride),
-        row_start,
-        target_id,
-        c,
-        s,
-        logp,
-        entropy,
-        m,
-        rest,
-        total,
-        softcap_factor,
-        n_cols,
-        HAS_ENTROPY,
-        HAS_SOFTCAP,
-        BLOCK_V,
-    )
+    if not ONE_READ:
+        write_gradient_of_row(
+            e_ptr,
+            logits_ptr,
+            offset(row, e_row_stride),
+            row_start,
+            target_id,
+            c,
+            s,
+            logp,
+            entropy,
+            m,
+            rest,
+            total,
+            softcap_factor,
+            n_cols,
+            HAS_ENTROPY,
+            HAS_SOFTCAP,
+            BLOCK_V,
+        )
     tl.store(logps_ptr + row, logp)
     tl.store(entropy_ptr + row, entropy)
     if HAS_ENTROPY:
         tl.store(factor_ptr + row, slope + 0.0 * row_weight)
+    elif ONE_READ:
+        tl.store(factor_ptr + row, -slope * c * share)
     else:
         tl.store(factor_ptr + row, -slope * c)
 

@@ -13,6 +13,8 @@ from oracle import policy_loss_oracle
 
 from fgrpo_kernels import PolicyLossConfig, focal_policy_loss, token_logps, torch_rows, triton_rows
 from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.linear_head import HeadRows
+from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.testing import assert_error_rule, make_inputs
 
 INF, NAN = torch.inf, torch.nan
@@ -217,6 +219,47 @@ def test_row_statistics_of_hard_logits(name, ops, tile, monkeypatch):
             # one ulp: the interpreter cuts bits off where a GPU rounds
             tolerance = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close((g[:, None] * e).double(), truth, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", hard_logits())
+def test_fused_rows_of_hard_logits(name, dtype, softcap, monkeypatch):
+    """One read in bf16, where "hopeless" and "forbidden-target" need the second; else two."""
+    use_tile(monkeypatch, 8)
+    values, target = hard_logits()[name]
+    head = replace(HEAD, logit_softcap=softcap)
+    if softcap is not None:
+        values = values.clamp(-0.9 * softcap, 0.9 * softcap)
+    logits = values.repeat(2, 1)
+    ids, advantages = torch.tensor([target, target]), torch.tensor([0.7, -0.7])
+    nothing = {name: None for name in ("old_logps", "ref_logps", "rollout_logps")}
+    rows = PolicyRows(
+        mask=torch.ones(2, dtype=torch.bool), advantages=advantages, rollout_weights=None,
+        sequence=torch.arange(2), num_sequences=2, **nothing,
+    )  # fmt: skip
+    config = PolicyLossConfig(surrogate="reinforce", focal_gamma=0, logit_softcap=softcap)
+    head_rows = HeadRows(None, ids, 2, None, triton_rows)
+    row_pass = triton_rows.policy_row_pass(head, head_rows, rows, torch.ones(2), config)
+    e = torch.full((2, 21), NAN, dtype=dtype)
+    logps, entropy, g = row_pass(logits, slice(0, 2), e)
+    exact = values.double().log_softmax(0)
+    p = exact.exp()
+    truth = -(p * exact.masked_fill(exact == -INF, 0)).sum()
+    # As for the statistics alone; the entropy is a difference of numbers as large as the log-prob.
+    torch.testing.assert_close(logps.double(), exact[target].expand(2), rtol=5e-7, atol=1e-6)
+    size = float(exact[target].abs()) if exact[target].isfinite() else 0.0
+    torch.testing.assert_close(
+        entropy.double(), truth.expand(2), rtol=5e-7, atol=1e-6 + 1.2e-7 * size
+    )
+    onehot = torch.zeros(21).double().index_fill_(0, torch.tensor(target), 1)
+    expected = -advantages.double()[:, None] * (onehot - p)
+    if softcap is not None:
+        expected = expected * (1 - (values.double() / softcap).square())
+    # one ulp: the interpreter cuts bits off where a GPU rounds
+    relative = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(dtype, 1e-6)
+    absolute = 1e-7 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close((g[:, None] * e).double(), expected, rtol=relative, atol=absolute)
 
 
 @pytest.mark.parametrize("ops", [torch_rows, triton_rows], ids=["torch", "triton"])
