@@ -168,15 +168,13 @@ def launch_options(
 
     An accumulator of 128 x 256 on 8 warps fills half of an NVIDIA thread's registers and leaves the
     epilogue the other half. On sm_100 and sm_103 a thread owns a row of tensor memory, so the tile
-    is turned, for fewer columns a thread; a bias, which each thread then holds for all columns of
-    its own, takes half the tile. So do AMD's 64 KiB of shared memory.
+    is turned, for fewer columns a thread. Half of the tile is what AMD's 64 KiB of shared memory
+    take, and what leaves registers for a bias, but on sm_90, where it spills nothing.
     """
     tensor_memory = backend == "cuda" and 100 <= int(arch) < 120
-    block_n, block_v = 128, 256
-    if tensor_memory:
-        block_n, block_v = 128 if has_bias else 256, 128
-    if backend == "hip":
-        block_v = 128
+    block_n, block_v = (256, 128) if tensor_memory else (128, 256)
+    if backend == "hip" or (has_bias and arch != 90):
+        block_n = block_v = 128
     tiles = {"BLOCK_N": block_n, "BLOCK_V": block_v, "BLOCK_D": 64}
     if backend == "hip":
         stages = 2
