@@ -32,6 +32,7 @@ CPU_CHUNK_BYTES = 256 * 2**20
 DEVICE_CHUNK_BYTES = 2 * 2**30
 """Below about 2048 rows the fp32 weight gradient's traffic shows on a GPU."""
 
+TILE_ROWS = 128
 SCALED_BLOCK_ELEMENTS = 2**26
 
 Coefficients = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -100,21 +101,28 @@ def chunk_rows(head: LinearHead, max_chunk_bytes: int | None) -> int:
     budget = chunk_budget(head, max_chunk_bytes)
     columns = head.vocab_size if head.shard is None else head.shard.largest
     count = max(1, budget // (columns * head.dtype.itemsize))
-    return count if count < 128 else count // 128 * 128
+    return count if count < TILE_ROWS else count // TILE_ROWS * TILE_ROWS
 
 
 def chunk_shape(head: LinearHead, rows: HeadRows) -> tuple[int, int]:
     """Of the largest chunk's logits."""
-    pieces = -(-len(rows) // chunk_rows(head, rows.max_chunk_bytes))
-    return -(-len(rows) // max(1, pieces)), head.vocab_size
+    return _even_size(len(rows), chunk_rows(head, rows.max_chunk_bytes)), head.vocab_size
 
 
 def chunks(count: int, size: int, offset: int = 0) -> Iterator[slice]:
     """Slices of at most `size` rows, of nearly equal length."""
+    step = _even_size(count, size)
+    for start in range(offset, offset + count, max(1, step)):
+        yield slice(start, min(start + step, offset + count))
+
+
+def _even_size(count: int, size: int) -> int:
+    """Rows of each chunk but the last when `count` rows fill as few chunks of `size` as possible:
+    as equal as whole tiles of the matrix products allow."""
     pieces = -(-count // max(1, size))
-    for piece in range(pieces):
-        start, stop = piece * count // pieces, (piece + 1) * count // pieces
-        yield slice(offset + start, offset + stop)
+    step = -(-count // max(1, pieces))
+    in_tiles = -(-step // TILE_ROWS) * TILE_ROWS
+    return in_tiles if in_tiles <= min(size, count) else step
 
 
 class ChunkPass:
