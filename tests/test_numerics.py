@@ -1,7 +1,7 @@
 """What the storage of logits and E does to log-probs and gradients, as inequalities.
 
-Measured at a small size in the emulation of `benchmarks/numerics.py`. One rounding to bf16 is off by
-at most 2^-8 = 3.9e-3 of the value, to fp16 by 2^-11 = 4.9e-4.
+Measured at a small size in the emulation of `benchmarks/numerics.py`. One rounding to bf16 is off
+by at most 2^-8 = 3.9e-3 of the value, to fp16 by 2^-11 = 4.9e-4.
 """
 
 import importlib
