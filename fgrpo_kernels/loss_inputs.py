@@ -141,7 +141,7 @@ def _sequences(
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens)
         raise ValueError(f"cu_seqlens: expected an integer tensor of shape (B+1,), received {got}")
     check_tensor("cu_seqlens", cu_seqlens, cu_seqlens.shape, cu_seqlens.device, integers)
-    bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+    bounds = _uploaded(cu_seqlens, device, torch.int64)
     bad = (bounds[0] != 0) | (bounds[-1] != shape[0]) | (bounds.diff() < 0).any()
     facts.ask("cu_seqlens_bad", bad)
     facts.ask("cu_seqlens_first", bounds[0])
@@ -190,6 +190,12 @@ def _refuse_per_sequence_use(config: PolicyLossConfig) -> None:
         )
 
 
+def _uploaded(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On the device. From the CPU without waiting: the read of the facts waits for it anyway, so
+    that after the call the caller may write to the tensor."""
+    return tensor.to(device=device, dtype=dtype, non_blocking=tensor.device.type == "cpu")
+
+
 def _positive(
     name: str, value: float | Tensor | None, device: torch.device, facts: HostFacts
 ) -> Tensor | None:
@@ -201,7 +207,7 @@ def _positive(
             raise ValueError(
                 f"{name}: expected a number or 0-dim tensor, received shape {tuple(value.shape)}"
             )
-        value = value.detach().to(device=device, dtype=torch.float64)
+        value = _uploaded(value.detach(), device, torch.float64)
         facts.ask(f"{name}_bad", ~((value > 1e-30) & (value < 1e30)))
         return value
     if isinstance(value, bool) or not isinstance(value, Real) or not 1e-30 < value < 1e30:
