@@ -30,6 +30,7 @@ from storage_forms import (
     narrow_logits_exact_target,
     narrow_logits_narrow_softmax,
     probabilities,
+    relative_to_target,
     running_maximum,
     two_reads,
 )
@@ -158,16 +159,17 @@ def measure(form_name: str, form: Form, rows: Rows, z: Tensor) -> Measured:
 
 PLAIN_NARROW, PLAIN = "Z narrow, softmax narrow", "Z narrow, softmax fp32"
 MIXED = "Z narrow, target logit fp32"
-OURS_CPU, OURS = "Z fp32, E = p fp32 (ours, CPU)", "Z fp32, E = p narrow (ours, GPU)"
+OURS_CPU, PROBABILITIES = "Z fp32, E = p fp32 (ours, CPU)", "Z fp32, E = p narrow"
+OURS_BF16 = "Z fp32, E = exp(z - z_y) narrow (ours, GPU, bf16)"
 TWO_READS, MAXIMUM = "Z fp32, dlogits narrow", "Z fp32, E = exp(z - max) narrow"
-SCALED = "Z fp32, E = 2^14 p narrow"
+OURS_FP16 = "Z fp32, E = 2^14 p narrow (ours, GPU, fp16)"
 HINT = "no Z, E by hint narrow"
 FORMS: dict[str, Form] = {
     PLAIN_NARROW: narrow_logits_narrow_softmax,
     PLAIN: narrow_logits,
     MIXED: narrow_logits_exact_target,
     OURS_CPU: probabilities(torch.float32),
-    OURS: probabilities(),
+    PROBABILITIES: probabilities(),
     TWO_READS: two_reads,
     MAXIMUM: running_maximum,
     HINT: Hint(0),
@@ -186,7 +188,9 @@ def stale_forms() -> dict[str, Form]:
 def forms_for(rows: Rows) -> dict[str, Form]:
     forms = dict(FORMS)
     if rows.operands == torch.float16:  # bf16 has fp32's exponents: a power of two changes nothing
-        forms[SCALED] = probabilities(scale=2.0**14)
+        forms[OURS_FP16] = probabilities(scale=2.0**14)
+    else:
+        forms[OURS_BF16] = relative_to_target
     return forms | stale_forms() if rows.kind == MIX else forms
 
 

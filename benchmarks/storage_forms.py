@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.head import LinearHead, e_scale
 from fgrpo_kernels.log_ratio import bounded
 from fgrpo_kernels.torch_rows import RowStatistics, row_gradient, row_statistics
 
@@ -108,7 +108,8 @@ def probabilities(storage: torch.dtype | None = None, scale: float = 1.0) -> For
         stats = row_statistics(z, rows.ids, rows.head, keep_logits=False)
         c = rows.coefficients(stats.logps)
         out = torch.empty_like(z, dtype=storage or rows.operands)
-        g = row_gradient(z, replace(stats, total=stats.total / scale), c, None, rows.head, out)
+        total = stats.total * (e_scale(out.dtype) / scale)
+        g = row_gradient(z, replace(stats, total=total), c, None, rows.head, out)
         result = products(rows, stats.logps, out, g)
         return replace(result, dhidden=result.dhidden / scale, dweight=result.dweight / scale)
 
@@ -119,9 +120,9 @@ def two_reads(rows: Rows, z: Tensor) -> Result:
     """c (onehot - p) from a second read of the logits, c inside, stored in the operands' type."""
     stats = row_statistics(z, rows.ids, rows.head, keep_logits=True)
     c = rows.coefficients(stats.logps)
-    out = torch.empty_like(z, dtype=rows.operands)
-    g = row_gradient(z, stats, c, torch.zeros_like(c), rows.head, out)
-    return products(rows, stats.logps, out, g)
+    out = torch.empty_like(z)
+    row_gradient(z, stats, c, torch.zeros_like(c), rows.head, out)
+    return products(rows, stats.logps, out.to(rows.operands))
 
 
 def running_maximum(rows: Rows, z: Tensor) -> Result:
@@ -153,21 +154,33 @@ class Hint:
         # The target's logit comes from a dot product of its own: nothing has read Z yet.
         target = (rows.x.float() * rows.weight[rows.ids].float()).sum(1)
         target = target if rows.bias is None else target + rows.bias[rows.ids]
-        e = torch.exp(z - (target - hint)[:, None]).scatter_(1, rows.ids[:, None], 0)
-        rest, exp_target = e.sum(1), hint.exp()
-        total = exp_target + rest
-        fall = ~rest.isfinite()
-        if self.guarded:
-            fall |= ~((total > GUARD[rows.operands][0]) & (total < GUARD[rows.operands][1]))
-        logps, maximum = -torch.log1p(rest / exp_target), torch.zeros_like(rest)
-        stats = RowStatistics(rows.ids, logps, logps, maximum, rest, total, None)
-        if fall.any():
-            part = z[fall]
-            exact = row_statistics(part, rows.ids[fall], rows.head, keep_logits=False)
-            e[fall] = part
-            for name in ("logps", "rest", "total"):
-                getattr(stats, name)[fall] = getattr(exact, name)
-        return unnormalised(rows, e, stats, fall.double().mean().item())
+        bounds = GUARD[rows.operands] if self.guarded else (-1.0, torch.inf)
+        return relative_to(target - hint, hint.exp(), rows, z, bounds)
+
+
+def relative_to_target(rows: Rows, z: Tensor) -> Result:
+    """E = exp(z - z_y): z_y is the only thing read before the row, and e = 1."""
+    target = target_of(z, rows)
+    return relative_to(target, torch.ones_like(target), rows, z, (0.0, GUARD[rows.operands][1]))
+
+
+def relative_to(
+    offset: Tensor, exp_target: Tensor, rows: Rows, z: Tensor, bounds: tuple[float, float]
+) -> Result:
+    """E = exp(z - offset); rows with e + S out of bounds take the running maximum."""
+    e = torch.exp(z - offset[:, None]).scatter_(1, rows.ids[:, None], 0)
+    rest = e.sum(1)
+    total = exp_target + rest
+    fall = ~((total > bounds[0]) & (total < bounds[1]))
+    logps, maximum = -torch.log1p(rest / exp_target), torch.zeros_like(rest)
+    stats = RowStatistics(rows.ids, logps, logps, maximum, rest, total, None)
+    if fall.any():
+        part = z[fall]
+        exact = row_statistics(part, rows.ids[fall], rows.head, keep_logits=False)
+        e[fall] = part
+        for name in ("logps", "rest", "total"):
+            getattr(stats, name)[fall] = getattr(exact, name)
+    return unnormalised(rows, e, stats, fall.double().mean().item())
 
 
 GUARD = {

@@ -31,6 +31,12 @@ def multiplies_narrow(weight: Tensor) -> bool:
     return weight.is_cuda
 
 
+def e_scale(storage: torch.dtype) -> float:
+    """What E is multiplied by where it is stored: fp16 has no numbers below 6e-8, which many p are.
+    A power of two comes off the finished sums without rounding."""
+    return 2.0**14 if storage == torch.float16 else 1.0
+
+
 @dataclass(frozen=True)
 class LinearHead:
     """Weight (V, D), bias (V,) or None, the constants between product and log-softmax, adapter."""
@@ -105,12 +111,16 @@ class HeadProducts:
         self._weight = weight
         self.low_rank: LowRankProducts | None = None
         if head.lora is not None:
-            self.low_rank = LowRankProducts(head.lora, head.dtype, self.storage_dtype)
+            self.low_rank = LowRankProducts(head.lora, head.dtype, self.storage_dtype, self.e_scale)
 
     @property
     def storage_dtype(self) -> torch.dtype:
         """Of what multiplies W and x in the backward products."""
         return self._head.operand_dtype if self._narrow else self._head.dtype
+
+    @property
+    def e_scale(self) -> float:
+        return e_scale(self.storage_dtype)
 
     def rows(self, hidden: Tensor) -> Tensor:
         """Hidden states rounded to the operand's dtype, stored for the products."""
@@ -141,26 +151,37 @@ class HeadProducts:
                 torch.addmm(part, x, block.t(), beta=beta, alpha=scale, out=part)
         return self._head.finish_logits_(out)
 
-    def hidden_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
-        """out (C, D) = dlogits W, without the adapter's part."""
+    def hidden_gradient(self, e: Tensor, out: Tensor) -> Tensor:
+        """out (C, D) = e W, its scale left in, without the adapter's part."""
         if not len(self._weight):  # a shard that is all padding: no block would write to out
             return out.zero_()
         if self._narrow:
-            return torch.mm(dlogits, self._weight, out_dtype=self._head.dtype, out=out)
+            return torch.mm(e, self._weight, out_dtype=self._head.dtype, out=out)
         if self._direct:
-            return torch.mm(dlogits, self._weight, out=out)
+            return torch.mm(e, self._weight, out=out)
         for columns, block in self._blocks():
             beta = 0 if columns.start == 0 else 1
-            torch.addmm(out, dlogits[:, columns], block, beta=beta, out=out)
+            torch.addmm(out, e[:, columns], block, beta=beta, out=out)
         return out
 
-    def add_weight_gradient(self, dlogits: Tensor, x: Tensor, out: Tensor, *, first: bool) -> None:
-        """out (V, D) = or += dlogits^T x."""
+    def add_weight_gradient(self, e: Tensor, x: Tensor, out: Tensor, *, first: bool) -> None:
+        """out (V, D) = or += e^T x."""
         beta = 0 if first else 1
+        alpha = 1 / self.e_scale
         if self._narrow:
-            torch.addmm(out, dlogits.t(), x, out_dtype=self._head.dtype, beta=beta, out=out)
+            dtype = self._head.dtype
+            torch.addmm(out, e.t(), x, out_dtype=dtype, beta=beta, alpha=alpha, out=out)
         else:
-            torch.addmm(out, dlogits.t(), x, beta=beta, out=out)
+            torch.addmm(out, e.t(), x, beta=beta, alpha=alpha, out=out)
+
+    def add_bias_gradient(self, e: Tensor, g: Tensor, out: Tensor) -> None:
+        """out (V,) += e^T g, g (C,)."""
+        if self._narrow:
+            column = g.to(e.dtype)[:, None]
+            sums = torch.mm(e.t(), column, out_dtype=self._head.dtype).squeeze(1)
+            out.add_(sums, alpha=1 / self.e_scale)
+        else:
+            out.add_(torch.mv(e.t(), g))
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         vocab_size, width = self._weight.shape

@@ -40,7 +40,7 @@ Coefficients = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 RowPass = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(logits of these rows, rows, out) -> (logps, entropy, g); writes E into `out`, which may be the
-logits' buffer, with dL/dlogits = diag(g) E."""
+logits' buffer, with dL/dlogits = diag(g) E; what is stored in fp16 is `e_scale` times E."""
 
 
 AddGradients = Callable[["ChunkPass", "HeadGradients", slice, Tensor, Tensor, Tensor], None]
@@ -166,14 +166,14 @@ class ChunkPass:
             self.products.hidden_gradient(e, out)
             if low_rank is not None and e_b is not None:
                 low_rank.add_hidden_gradient(e_b, out)
-            out.mul_(g[:, None])
+            out.mul_((g / self.products.e_scale)[:, None])
             if not in_place:
                 wanted.hidden[where] = out
         if wanted.weight is not None:
             scaled = (x * g[:, None]).to(x.dtype)
             self.products.add_weight_gradient(e, scaled, wanted.weight, first=self._first)
         if wanted.bias is not None:
-            wanted.bias.add_(torch.mv(e.t(), g.to(e.dtype)))
+            self.products.add_bias_gradient(e, g, wanted.bias)
         if wanted.lora_a is not None and low_rank is not None and e_b is not None:
             low_rank.add_a_gradient(e_b, g, x, wanted.lora_a)
         if wanted.lora_b is not None and low_rank is not None:

@@ -32,10 +32,15 @@ class LowRankProducts:
     Z, whatever the operands."""
 
     def __init__(
-        self, update: LowRankUpdate, dtype: torch.dtype, storage_dtype: torch.dtype
+        self,
+        update: LowRankUpdate,
+        dtype: torch.dtype,
+        storage_dtype: torch.dtype,
+        e_scale: float,
     ) -> None:
         a, b = (t.detach().to(update.operand_dtype) for t in (update.a, update.b))
         self._a, self._b, self._scale = a.to(dtype), b.to(dtype), update.scale
+        self._scale_of_e = update.scale / e_scale
         self._narrow = storage_dtype != dtype
         self._b_of_e = b.to(storage_dtype) if self._narrow else self._b
 
@@ -45,28 +50,28 @@ class LowRankProducts:
         torch.mm(projected, self._b.t(), out=out)
 
     def back_projected(self, e: Tensor) -> Tensor:
-        """(C, r) E B."""
+        """(C, r) E B, its scale left in."""
         if self._narrow:
             return torch.mm(e, self._b_of_e, out_dtype=self._b.dtype)
         return torch.mm(e, self._b_of_e)
 
     def add_hidden_gradient(self, e_b: Tensor, out: Tensor) -> None:
-        """out (C, D) += s (E B) A."""
+        """out (C, D) += s (E B) A, the scale of E left in."""
         torch.addmm(out, e_b, self._a, alpha=self._scale, out=out)
 
     def add_a_gradient(self, e_b: Tensor, g: Tensor, x: Tensor, out: Tensor) -> None:
         """out (r, D) += s (diag(g) E B)^T x."""
         scaled = e_b * g[:, None]
-        torch.addmm(out, scaled.t(), x.to(out.dtype), alpha=self._scale, out=out)
+        torch.addmm(out, scaled.t(), x.to(out.dtype), alpha=self._scale_of_e, out=out)
 
     def add_b_gradient(self, e: Tensor, g: Tensor, x: Tensor, out: Tensor) -> None:
         """out (V, r) += s E^T (diag(g) x A^T)."""
         scaled = self._projected(x).mul_(g[:, None]).to(e.dtype)
         if self._narrow:
             dtype = out.dtype
-            torch.addmm(out, e.t(), scaled, out_dtype=dtype, alpha=self._scale, out=out)
+            torch.addmm(out, e.t(), scaled, out_dtype=dtype, alpha=self._scale_of_e, out=out)
         else:
-            torch.addmm(out, e.t(), scaled, alpha=self._scale, out=out)
+            torch.addmm(out, e.t(), scaled, alpha=self._scale_of_e, out=out)
 
     def _projected(self, x: Tensor) -> Tensor:
         return x.to(self._a.dtype) @ self._a.t()

@@ -4,8 +4,11 @@ The torch counterparts, which are the specification, are in `surrogates.py` and 
 c = dL/dlogp of a row before its weight.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from fgrpo_kernels.head import e_scale
 
 CLIP: tl.constexpr = tl.constexpr(0)
 CISPO: tl.constexpr = tl.constexpr(1)
@@ -17,6 +20,8 @@ K3: tl.constexpr = tl.constexpr(3)
 
 TRUNCATE: tl.constexpr = tl.constexpr(1)
 MASK: tl.constexpr = tl.constexpr(2)
+
+E_SCALE_FP16: tl.constexpr = tl.constexpr(e_scale(torch.float16))
 
 LOWEST: tl.constexpr = tl.constexpr(-1.7e38)
 """Stands for -inf inside the sums: 0 times it is 0, and differences of two are finite."""
@@ -197,7 +202,7 @@ def write_exps_of_row(
     entropy = -logp - moment / total
     share = 1.0 / total
     tl.debug_barrier()  # other threads wrote what is written again now
-    if s < 1e30:
+    if s < 1.8e19:  # 2^64: E and g = -c / (1 + S) then keep their distance from the ends of bf16
         e_target = -s
         if HAS_SOFTCAP:
             e_target = e_target * softcap_slope(target, softcap_factor)
@@ -270,10 +275,11 @@ def write_gradient_of_row(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """E of a row: p_v and -(1 - p_y), or with an entropy gradient s the finished
-    c (onehot - p) - s p (log p + H); times the soft-cap's slope."""
+    """E of a row: p_v and -(1 - p_y), times `head.e_scale`, or with an entropy gradient s the
+    finished c (onehot - p) - s p (log p + H); times the soft-cap's slope."""
+    E_SCALE: tl.constexpr = E_SCALE_FP16 if e_ptr.dtype.element_ty == tl.float16 else 1.0
     log_total = tl.log(total)
-    e_target = -(rest / total)
+    e_target = -E_SCALE * (rest / total)
     if HAS_ENTROPY:
         p_target = tl.exp(logp)
         bonus = tl.where(p_target > 0, s * p_target * (logp + entropy), 0.0)
@@ -287,7 +293,7 @@ def write_gradient_of_row(
         if HAS_ENTROPY:
             e = -p * (c + s * tl.where(p > 0, log_p + entropy, 0.0))
         else:
-            e = p
+            e = E_SCALE * p
         e = tl.where(cols == target_id, e_target, e)
         if HAS_SOFTCAP:
             e = e * softcap_slope(z, softcap_factor)

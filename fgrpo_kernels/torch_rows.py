@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fgrpo_kernels.head import LinearHead
+from fgrpo_kernels.head import LinearHead, e_scale
 
 BLOCK_BYTES = 2**20
 """Element passes run over blocks of rows, this much per thread, that stay in its cache."""
@@ -165,19 +165,35 @@ def row_gradient(
     `buffer` is what `row_statistics` left: E but for its target column, or with `keep_logits` the
     logits, which an entropy gradient (`dentropy` given) needs. `out` may be `buffer`; a narrower
     `out`, and that of a shard, whose maximum may be far below the row's, gets E / (e + S), whose
-    entries are in [-1, 1].
+    entries are in [-1, 1], times `e_scale`.
     """
+    scale = e_scale(out.dtype)
     if dentropy is not None:
+        dlogps, dentropy, norm = unit_coefficients(dlogps, dentropy, out.dtype)
         _write_dlogits(buffer, rows, dlogps, dentropy, head, out)
-        return torch.full_like(rows.total, head.slope)
+        return head.slope * norm
     target = -rows.rest if rows.target_slope is None else -rows.rest * rows.target_slope
     if out.data_ptr() == buffer.data_ptr() and rows.shift is None:
         _put_targets(out, rows.ids, None, target[:, None])
         return -dlogps * head.slope / rows.total
-    factor = 1 / rows.total if rows.shift is None else rows.shift.exp() / rows.total
-    torch.mul(buffer, factor[:, None], out=out)
-    _put_targets(out, rows.ids, rows.owned, (target / rows.total)[:, None].to(out.dtype))
+    factor = scale / rows.total
+    buffer_factor = factor if rows.shift is None else rows.shift.exp() * factor
+    torch.mul(buffer, buffer_factor[:, None], out=out)
+    _put_targets(out, rows.ids, rows.owned, (target * factor)[:, None].to(out.dtype))
     return -dlogps * head.slope
+
+
+def unit_coefficients(
+    dlogps: Tensor, dentropy: Tensor, storage: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(c, s, norm) of a finished gradient E: as they are with norm 1, or for fp16 so that E is at
+    most `e_scale`, as |p (log p + H)| < 16 for any vocabulary."""
+    scale = e_scale(storage)
+    if scale == 1:
+        return dlogps, dentropy, torch.ones_like(dlogps)
+    norm = dlogps.abs() + 16 * dentropy.abs()
+    factor = scale / torch.where(norm == 0, 1, norm)
+    return dlogps * factor, dentropy * factor, norm
 
 
 def _write_dlogits(

@@ -9,9 +9,9 @@ nothing but z_y is needed before the row is read, so the logits are read once, 6
 
     logp = -log1p(S),   dL/dlogits = diag(g) E,   g = -c / (1 + S)
 
-A row with S over 1e30 (a token that was as good as impossible) is read again. In fp16, fp32 and
-fp64, and with an entropy gradient, E holds p_v, and -(1 - p_y) at the target, with g = -c (or the
-finished gradient, with g = 1), and the logits are read twice.
+A row with S over 2^64 (logp < -44) is read again. In fp16, fp32 and fp64, and with an entropy
+gradient, E holds p_v, and -(1 - p_y) at the target, with g = -c (or the finished gradient, with
+g = 1), and the logits are read twice. In fp16 what is stored is `head.e_scale` times E.
 
 Lengths, schedules and coefficients are runtime arguments, and neither a row count nor where a chunk
 starts in a vector is specialised on: nothing recompiles per call or step.
@@ -31,6 +31,7 @@ from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.linear_head import HeadRows, RowPass
 from fgrpo_kernels.primitives import (
     COMPILER_OPTIONS,
+    E_SCALE_FP16,
     MASK,
     bounded_exp,
     kl_coefficient,
@@ -215,7 +216,18 @@ def policy_rows_kernel(
     # Select, not multiply: what is outside the loss may hold anything.
     c = tl.where(row_weight == 0, 0.0, c * row_weight)
     s = -entropy_coef * row_weight
-    if not ONE_READ:
+    factor = -slope * c
+    if HAS_ENTROPY:
+        factor = slope + 0.0 * row_weight
+        if e_ptr.dtype.element_ty == tl.float16:  # as `torch_rows.unit_coefficients`
+            norm = tl.abs(c) + 16.0 * tl.abs(s)
+            unit = E_SCALE_FP16 / tl.where(norm == 0, 1.0, norm)
+            factor = slope * norm
+            c = c * unit
+            s = s * unit
+    if ONE_READ:
+        factor = factor * share
+    else:
         write_gradient_of_row(
             e_ptr,
             logits_ptr,
@@ -237,12 +249,7 @@ def policy_rows_kernel(
         )
     tl.store(logps_ptr + row, logp)
     tl.store(entropy_ptr + row, entropy)
-    if HAS_ENTROPY:
-        tl.store(factor_ptr + row, slope + 0.0 * row_weight)
-    elif ONE_READ:
-        tl.store(factor_ptr + row, -slope * c * share)
-    else:
-        tl.store(factor_ptr + row, -slope * c)
+    tl.store(factor_ptr + row, factor)
 
 
 def launch_options(vocab_size: int) -> dict[str, int]:
@@ -308,6 +315,10 @@ def row_gradient(
 ) -> Tensor:
     """As `torch_rows.row_gradient`; `buffer` are the logits."""
     stats = torch.stack((rows.logps, rows.entropy, rows.maximum, rows.rest, rows.total))
+    factor = -head.slope * dlogps
+    if dentropy is not None:
+        dlogps, dentropy, norm = torch_rows.unit_coefficients(dlogps, dentropy, out.dtype)
+        factor = head.slope * norm
     dlogps = dlogps.contiguous()
     if len(rows.ids) and buffer.shape[1]:
         row_gradient_kernel[(len(rows.ids),)](
@@ -326,7 +337,7 @@ def row_gradient(
             HAS_SOFTCAP=head.logit_softcap is not None,
             **launch_options(buffer.shape[1]),
         )
-    return -head.slope * dlogps if dentropy is None else torch.full_like(dlogps, head.slope)
+    return factor
 
 
 def policy_row_pass(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from loss_cases import OUTER, assert_same, cases, poisoned_memory
-from torch.overrides import TorchFunctionMode
+from narrow_products import NarrowProducts
 
 from fgrpo_kernels import PolicyLossConfig, focal_policy_loss, token_logps
 from fgrpo_kernels.testing import assert_error_rule, make_inputs
@@ -194,23 +194,6 @@ def test_packed_input_any_strides_and_a_custom_objective():
     assert_same("dB", columns.grad.t(), grads["B"])
 
 
-class NarrowProducts(TorchFunctionMode):
-    """Multiplies narrow operands into float32, as a GPU's library does."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if "out_dtype" in kwargs:
-            dtype = kwargs.pop("out_dtype")
-            assert args[-2].dtype == args[-1].dtype and args[-1].dtype.itemsize == 2
-            args = (*args[:-2], *(t.to(dtype) for t in args[-2:]))
-            self.count += 1
-        return func(*args, **kwargs)
-
-
 DTYPES = [
     # hidden and weight, A and B
     (torch.float32, torch.float32),
@@ -223,7 +206,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "torch-narrow"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_errors_are_at_most_twice_plain_torchs(dtypes, impl, monkeypatch):
+def test_errors_are_at_most_twice_plain_torchs(dtypes, impl):
     """Plain torch: base(x) + s B(A x) with each layer in its dtype, as PEFT's layer computes it."""
     dtype, lora_dtype = dtypes
     inputs = make_inputs(4, 8, 32, 67, group_size=2, dtype=dtype)
@@ -253,8 +236,6 @@ def test_errors_are_at_most_twice_plain_torchs(dtypes, impl, monkeypatch):
     (upstream,) = torch.autograd.grad((losses * mask).sum() / mask.sum(), exact_logps)
     plain_grads = torch.autograd.grad(plain_logps, leaves, upstream)
 
-    if impl == "torch-narrow":
-        monkeypatch.setattr("fgrpo_kernels.head.multiplies_narrow", lambda device: True)
     with NarrowProducts() if impl == "torch-narrow" else contextlib.nullcontext() as narrow:
         out = focal_policy_loss(
             **inputs.arguments(), lm_head_lora=lora, config=config, impl=impl.split("-")[0]

@@ -17,7 +17,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 numerics = importlib.import_module("numerics")
 
 SIZE = numerics.Size(batch=16, length=8, hidden=64, vocab=2048)
-STORED = [numerics.OURS, numerics.TWO_READS, numerics.MAXIMUM, numerics.HINT]
+STORED = [numerics.PROBABILITIES, numerics.OURS_BF16, numerics.TWO_READS]
+STORED += [numerics.MAXIMUM, numerics.HINT]
 """What keeps fp32 logits, or accumulators, and rounds E alone."""
 
 
@@ -108,11 +109,11 @@ def test_a_finite_s_does_not_say_that_e_was_stored(measured):
 def test_fp16_probabilities_need_a_power_of_two(measured):
     """p < 6e-8 is 0 in fp16, and 1 - p = 1e-7 has one bit; 2^14 p keeps both."""
     forms = measured["p = 1 - 1e-7, fp16"]
-    assert forms[numerics.OURS].dhidden > 0.05
-    assert forms[numerics.SCALED].dhidden < 2**-11
-    assert forms[numerics.SCALED].rows_lost == 0
+    assert forms[numerics.PROBABILITIES].dhidden > 0.05
+    assert forms[numerics.OURS_FP16].dhidden < 2**-11
+    assert forms[numerics.OURS_FP16].rows_lost == 0
     mix = measured["mix, fp16"]
-    assert mix[numerics.SCALED].dhidden_row < 0.1 * mix[numerics.OURS].dhidden_row
+    assert mix[numerics.OURS_FP16].dhidden_row < 0.1 * mix[numerics.PROBABILITIES].dhidden_row
 
 
 def test_the_report_and_its_file(measured, tmp_path, monkeypatch, capsys):
