@@ -18,6 +18,10 @@ class FocalPolicyLoss(nn.Module):
     stay tied): engines that shard parameters and gather a module's own ones while it runs (ZeRO-3,
     FSDP) gather the head around the loss.
 
+    FSDP2: `fully_shard([lm_head, loss])` where both are modules of one model, or `fully_shard` of
+    the model alone: a parameter has one FSDP group. With mixed precision pass
+    `cast_forward_inputs=False`, or log-probs and advantages are rounded to the parameters' dtype.
+
     Args:
         lm_head: a module with `weight` (V, D) and optionally `bias` (V,), such as nn.Linear; or
             PEFT's LoRA layer around one, whose active adapter then also is this module's own. Its

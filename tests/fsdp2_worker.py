@@ -54,7 +54,9 @@ class ByFunction(Policy):
 
 
 def shard(policy, dtype):
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     if isinstance(policy, ByFunction):
         policy.sharded = True
         fully_shard(policy.trunk, mp_policy=mixed)

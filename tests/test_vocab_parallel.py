@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fgrpo_kernels import PolicyLossConfig, focal_policy_loss, token_logps
 from fgrpo_kernels.testing import make_inputs
@@ -29,10 +31,10 @@ def test_shards_equal_the_whole_head(ranks):
     for _, impl, name, difference in lines:
         # Values up to 40 in float64, whose sums the ranks add in another order.
         assert float(difference) < 1e-13, (impl, name, difference)
-    (counts,) = (line for line in run.stdout.splitlines() if line.startswith("hidden reduced: "))
-    reduced, module = counts.split("; ")
-    assert reduced == "hidden reduced: 1"
-    assert float(module.split(": ")[1]) < 2e-6  # log-probs of a few nats in float32
+    printed = dict(line.split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
+    assert printed["hidden reduced"] == "1; sizes gathered: 2"
+    assert float(printed["module"]) < 2e-6  # log-probs of a few nats in float32
+    assert float(printed["bfloat16"]) < 2**-8  # one rounding of gradients below 1
 
 
 @pytest.fixture
@@ -89,6 +91,10 @@ def test_what_is_refused_is_named(group):
         refused("vocab_size: expected 1 <= vocab_size <= 11.*received 0", tp_group=g, vocab_size=0)
         refused("vocab_size: .*received 12", tp_group=g, vocab_size=12)
         refused("vocab_size: expected an integer or None, received 3.5", tp_group=g, vocab_size=3.5)
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = distribute_tensor(inputs.lm_head_weight.detach(), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="tp_group: .*plain tensor, received DTensor.*to_local"):
+        focal_policy_loss(**{**inputs.arguments(), "lm_head_weight": sharded}, tp_group=group)
     bad = {**inputs.arguments(), "completion_ids": torch.full((2, 3), 11)}
     with pytest.raises(ValueError, match=r"expected ids in \[0, 11\).*received 11"):
         focal_policy_loss(**bad, tp_group=group)

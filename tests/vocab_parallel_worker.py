@@ -10,6 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.distributed as dist
+from loss_cases import poisoned_memory
 
 from fgrpo_kernels import FocalPolicyLoss, PolicyLossConfig, focal_policy_loss, token_logps
 from fgrpo_kernels.testing import make_inputs
@@ -178,6 +179,40 @@ def module_difference(mine):
     return float((out.logps - whole.logps).abs().max())
 
 
+def gathers_of_sizes(mine):
+    """How often two heads, one of them used twice, ask for the ranks' rows. They differ on the last
+    rank alone: the first must not take the second for one that it knows."""
+    count, all_gather = 0, dist.all_gather
+
+    def counted(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return all_gather(*args, **kwargs)
+
+    inputs, heads = problem(), []
+    for rows in (sum(SHARDS[dist.get_world_size()]), sum(SHARDS[dist.get_world_size()]) - 1):
+        generator = torch.Generator().manual_seed(rows)
+        whole = torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
+        heads.append((whole, whole[mine]))
+    dist.all_gather = counted
+    for whole, shard in (*heads, heads[0]):
+        ours, expected = (
+            token_logps(inputs.hidden, weight, inputs.completion_ids, tp_group=group)[0]
+            for weight, group in ((shard, dist.group.WORLD), (whole, None))
+        )
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)
+    dist.all_gather = all_gather
+    return count
+
+
+def narrow_difference(mine):
+    """bfloat16 on CPU multiplies block by block, of which a shard that is all padding has none."""
+    with poisoned_memory():
+        return difference(
+            loss_call(PolicyLossConfig(), "torch"), problem(dtype=torch.bfloat16), mine
+        )
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     sizes, rank = SHARDS[dist.get_world_size()], dist.get_rank()
@@ -189,5 +224,7 @@ if __name__ == "__main__":
             if rank == 0:
                 print(f"result: {impl}: {name}: {worst.item():.3e}", flush=True)
     count, module = reductions_of_hidden(mine), module_difference(mine)
+    gathers, narrow = gathers_of_sizes(mine), narrow_difference(mine)
     if rank == 0:
-        print(f"hidden reduced: {count}; module: {module:.3e}", flush=True)
+        print(f"hidden reduced: {count}; sizes gathered: {gathers}", flush=True)
+        print(f"module: {module:.3e}", f"bfloat16: {narrow:.3e}", sep="\n", flush=True)
