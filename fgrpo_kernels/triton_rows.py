@@ -229,24 +229,9 @@ def policy_rows_kernel(
         factor = factor * share
     else:
         write_gradient_of_row(
-            e_ptr,
-            logits_ptr,
-            offset(row, e_row_stride),
-            row_start,
-            target_id,
-            c,
-            s,
-            logp,
-            entropy,
-            m,
-            rest,
-            total,
-            softcap_factor,
-            n_cols,
-            HAS_ENTROPY,
-            HAS_SOFTCAP,
-            BLOCK_V,
-        )
+            e_ptr, logits_ptr, offset(row, e_row_stride), row_start, target_id, c, s, logp, entropy,
+            m, rest, total, softcap_factor, n_cols, HAS_ENTROPY, HAS_SOFTCAP, BLOCK_V,
+        )  # fmt: skip
     tl.store(logps_ptr + row, logp)
     tl.store(entropy_ptr + row, entropy)
     tl.store(factor_ptr + row, factor)
