@@ -18,13 +18,12 @@ from typing import Any, NoReturn, get_type_hints
 from fgrpo_train.config import (
     NOT_A_SETTING,
     SECTIONS,
-    ConfigError,
-    TrainConfig,
     build,
     did_you_mean,
     find_config,
     read_yaml,
 )
+from fgrpo_train.settings import ConfigError, TrainConfig
 
 DEFAULT_CONFIG = "tiny-cpu"
 

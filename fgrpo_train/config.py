@@ -1,4 +1,4 @@
-"""The settings of a run: typed records, YAML files, and DeepSpeed's dict.
+"""The settings of a run from YAML files and the command line, and DeepSpeed's dict.
 
 A setting is named `section.key` everywhere: `loss: {focal_gamma: 1.0}` in a YAML file is
 `--loss.focal_gamma 1.0` on the command line. The command line wins over the file, the file over the
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from fgrpo_kernels.config import PolicyLossConfig
+from fgrpo_train.settings import ConfigError, TrainConfig
 
 PACKAGE = Path(__file__).parent
 _OF_THE_MODEL = "it belongs to the policy's architecture, which this trainer reads as it is"
@@ -31,152 +31,6 @@ NOT_A_SETTING = {
     "loss.kl_estimator": _NO_REFERENCE,
 }
 """Fields of PolicyLossConfig that are not settings of a run, and why."""
-
-
-class ConfigError(ValueError):
-    """What a person got wrong, in one line that names the fix."""
-
-
-def _require(name: str, ok: bool, expected: str, value: object) -> None:
-    if not ok:
-        raise ConfigError(f"{name}: expected {expected}, got {value!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """The policy that training starts from."""
-
-    path: str = "tiny-countdown"
-    """A folder with a transformers model and its tokenizer, or the name of a shipped policy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSettings:
-    """The prompts."""
-
-    prompts_per_step: int = 32
-    """Prompts in a training step, over all processes."""
-
-    def __post_init__(self) -> None:
-        _require("data.prompts_per_step", self.prompts_per_step >= 1, ">= 1", self.prompts_per_step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """How completions are drawn, in training and in evaluation."""
-
-    group_size: int = 8
-    """Completions of each prompt: the group that an advantage and a success rate refer to."""
-
-    temperature: float = 1.0
-    """Logits are divided by it, in the sampler and in the loss."""
-
-    max_new_tokens: int = 16
-    """A completion is cut after so many tokens, and judged as it stands."""
-
-    def __post_init__(self) -> None:
-        _require("sampling.group_size", self.group_size >= 2, ">= 2", self.group_size)
-        _require("sampling.temperature", self.temperature > 0, "> 0", self.temperature)
-        _require("sampling.max_new_tokens", self.max_new_tokens >= 1, ">= 1", self.max_new_tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimisationSettings:
-    """AdamW, run by DeepSpeed."""
-
-    learning_rate: float = 5e-4
-    """Reached at the end of the warm-up and kept."""
-
-    warmup_updates: int = 5
-    """Optimizer updates over which the learning rate rises linearly."""
-
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-
-    max_grad_norm: float = 1.0
-    """The gradient is scaled down to this norm if it is longer; 0: never."""
-
-    mini_batches: int = 2
-    """Optimizer updates per step, each on its share of the prompts. The second and later ones
-    are off-policy: there the clipping starts to matter."""
-
-    def __post_init__(self) -> None:
-        _require("optimisation.learning_rate", self.learning_rate > 0, "> 0", self.learning_rate)
-        _require(
-            "optimisation.warmup_updates", self.warmup_updates >= 0, ">= 0", self.warmup_updates
-        )
-        _require("optimisation.weight_decay", self.weight_decay >= 0, ">= 0", self.weight_decay)
-        _require("optimisation.max_grad_norm", self.max_grad_norm >= 0, ">= 0", self.max_grad_norm)
-        _require("optimisation.mini_batches", self.mini_batches >= 1, ">= 1", self.mini_batches)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
-    """The held-out prompts, before and after training, with the same seed in every run."""
-
-    samples_per_prompt: int = 32
-    """Completions of each held-out prompt; pass@k is estimated for k = 1, 2, 4, ... up to it."""
-
-    max_prompts: int | None = None
-    """Evaluate the first so many held-out prompts only; none: all."""
-
-    def __post_init__(self) -> None:
-        samples = self.samples_per_prompt
-        _require("evaluation.samples_per_prompt", samples >= 1, ">= 1", samples)
-        limit = self.max_prompts
-        _require("evaluation.max_prompts", limit is None or limit >= 1, "none or >= 1", limit)
-
-    @property
-    def ks(self) -> list[int]:
-        """1, 2, 4, ... up to samples_per_prompt."""
-        return [2**n for n in range(self.samples_per_prompt.bit_length())]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The run as a whole."""
-
-    steps: int = 100
-    """Training steps: each draws prompts, samples, scores and updates."""
-
-    seed: int = 0
-    """Seed of the prompts' order and of the sampling; evaluation does not depend on it."""
-
-    name: str | None = None
-    """Folder under output_dir; none: the config's name, with a number if that is taken."""
-
-    output_dir: str = "runs"
-    """Where the folders of runs are made."""
-
-    def __post_init__(self) -> None:
-        _require("run.steps", self.steps >= 1, ">= 1", self.steps)
-        _require("run.seed", self.seed >= 0, ">= 0", self.seed)
-        plain = self.name is None or (self.name not in ("", ".", "..") and "/" not in self.name)
-        _require("run.name", plain, "a folder name without '/'", self.name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Every setting of a run, by section."""
-
-    policy: PolicySettings = field(default_factory=PolicySettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    optimisation: OptimisationSettings = field(default_factory=OptimisationSettings)
-    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    run: RunSettings = field(default_factory=RunSettings)
-
-    def __post_init__(self) -> None:
-        prompts, parts = self.data.prompts_per_step, self.optimisation.mini_batches
-        if prompts % parts:
-            raise ConfigError(
-                f"data.prompts_per_step ({prompts}) must be a multiple of "
-                f"optimisation.mini_batches ({parts})"
-            )
-        # One temperature: a loss at another one than the sampler's would see ratios away from 1.
-        loss = replace(self.loss, temperature=self.sampling.temperature)
-        object.__setattr__(self, "loss", loss)
 
 
 SECTIONS: dict[str, type] = get_type_hints(TrainConfig)

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from fgrpo_kernels import FocalPolicyLoss, PolicyLossConfig, PolicyLossOutput, token_logps
 from fgrpo_train.batching import Batch
-from fgrpo_train.config import TrainConfig, deepspeed_config
+from fgrpo_train.config import deepspeed_config
+from fgrpo_train.settings import TrainConfig
 
 if not torch.cuda.is_available():
     # Read by DeepSpeed at import; without it a GPU driver without a usable GPU is picked.

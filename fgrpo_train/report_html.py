@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from fgrpo_train.config import TrainConfig, config_yaml
+from fgrpo_train.config import config_yaml
+from fgrpo_train.settings import TrainConfig
 
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#94a3b8"
 WIDTH, HEIGHT = 460, 240

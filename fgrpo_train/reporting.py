@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fgrpo_train.config import TrainConfig
 from fgrpo_train.report_html import render_report
 from fgrpo_train.run_folder import RunFolder, write_whole
+from fgrpo_train.settings import TrainConfig
 
 
 class Reporter:

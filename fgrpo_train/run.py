@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from fgrpo_train.command_line import parse_command  # noqa: E402
-from fgrpo_train.config import ConfigError, TrainConfig, find_policy  # noqa: E402
+from fgrpo_train.config import find_policy  # noqa: E402
 from fgrpo_train.run_folder import RunFolder  # noqa: E402
+from fgrpo_train.settings import ConfigError, TrainConfig  # noqa: E402
 
 if TYPE_CHECKING:
     from fgrpo_train.trainer import Trainer

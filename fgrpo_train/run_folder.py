@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fgrpo_train.config import ConfigError, RunSettings, TrainConfig, config_yaml
+from fgrpo_train.config import config_yaml
+from fgrpo_train.settings import ConfigError, RunSettings, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from fgrpo_kernels import GroupAdvantages, group_advantages
 from fgrpo_train.batching import Batch, make_batch, mini_batches
 from fgrpo_train.checkpoint import latest_checkpoint, save_checkpoint
-from fgrpo_train.config import ConfigError, TrainConfig
 from fgrpo_train.evaluation import evaluate
 from fgrpo_train.learner import Denominators, Learner, Update
 from fgrpo_train.prompts import Prompt, prompt_batch
@@ -27,6 +26,7 @@ from fgrpo_train.rewards import Verifier, score
 from fgrpo_train.rollout import RolloutEngine, Rollouts, Sampling
 from fgrpo_train.run_folder import RunFolder
 from fgrpo_train.selection import drop_inactive
+from fgrpo_train.settings import ConfigError, TrainConfig
 
 EVALUATION_SEED = 1
 """The same in every run, so that runs are compared on the same draws."""

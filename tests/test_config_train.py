@@ -9,8 +9,6 @@ from fgrpo_kernels import PolicyLossConfig
 from fgrpo_train.command_line import field_docs, parse_command, parser
 from fgrpo_train.config import (
     SECTIONS,
-    ConfigError,
-    TrainConfig,
     build,
     config_yaml,
     deepspeed_config,
@@ -19,6 +17,7 @@ from fgrpo_train.config import (
     read_yaml,
     setting_names,
 )
+from fgrpo_train.settings import ConfigError, TrainConfig
 
 
 def test_the_default_file_and_the_defaults_in_code_agree():

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from fgrpo_train.batching import Batch, make_batch
-from fgrpo_train.config import ConfigError, TrainConfig, build
+from fgrpo_train.config import build
 from fgrpo_train.rewards import score
 from fgrpo_train.run import build_trainer
+from fgrpo_train.settings import ConfigError, TrainConfig
 from fgrpo_train.trainer import Trainer
 
 SMALL = {"data.prompts_per_step": 8, "sampling.group_size": 4, "optimisation.warmup_updates": 5}
