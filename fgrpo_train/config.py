@@ -79,17 +79,20 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "; --help lists all of them"
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file as {"section.key": value}."""
-    try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        first_line = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not valid YAML: {first_line}") from None
+def read_yaml(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The settings of a YAML file as {"section.key": value}.
+
+    `extends: NAME` takes those of another file first, a path or a shipped name; `children` are the
+    files that extend this one.
+    """
+    if path.resolve() in children:
+        raise ConfigError(f"{path}: extends itself")
+    document = _mapping(_load_yaml(path), f"{path}")
+    parent = document.pop("extends", None)
     values: dict[str, Any] = {}
-    for section, content in _mapping(document, f"{path}").items():
+    if parent is not None:
+        values = read_yaml(_find_parent(path, str(parent)), (*children, path.resolve()))
+    for section, content in document.items():
         if section not in SECTIONS:
             raise ConfigError(
                 f"{path}: unknown section {section}{did_you_mean(str(section), list(SECTIONS))}"
@@ -97,6 +100,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
         for key, value in _mapping(content, f"{path}: {section}").items():
             values[f"{section}.{key}"] = value
     return values
+
+
+def _find_parent(path: Path, parent: str) -> Path:
+    """A relative path is looked for beside the file that names it."""
+    beside = path.parent / parent
+    return beside if beside.is_file() else find_config(parent)
+
+
+def _load_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        first_line = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid YAML: {first_line}") from None
 
 
 def _mapping(value: Any, where: str) -> dict[Any, Any]:

@@ -61,6 +61,21 @@ def test_the_loss_has_the_samplers_temperature():
     assert build({"sampling.temperature": "0.7"}).loss.temperature == 0.7
 
 
+def test_a_file_may_extend_another(tmp_path):
+    """What the child leaves out is its parent's; what it says wins; a parent lies beside it."""
+    (tmp_path / "base.yaml").write_text("loss: {focal_gamma: 1, dual_clip: 3}\nrun: {steps: 7}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: base.yaml\nloss: {focal_gamma: 0}\n")
+    config = build(read_yaml(child))
+    assert (config.loss.focal_gamma, config.loss.dual_clip, config.run.steps) == (0.0, 3.0, 7)
+    child.write_text("extends: tiny-cpu\n")
+    assert build(read_yaml(child)) == TrainConfig()
+    (tmp_path / "base.yaml").write_text("extends: child.yaml\n")
+    child.write_text("extends: base.yaml\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        read_yaml(child)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
