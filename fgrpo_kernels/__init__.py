@@ -1,6 +1,11 @@
 """Focal-weighted policy loss for RLVR in one chunked pass over a linear head."""
 
-from fgrpo_kernels.advantages import GroupAdvantages, focal_weight, group_advantages
+from fgrpo_kernels.advantages import (
+    GroupAdvantages,
+    advantage_collapse_rate,
+    focal_weight,
+    group_advantages,
+)
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.loss_call import PolicyLossOutput
 from fgrpo_kernels.module import FocalPolicyLoss
@@ -15,6 +20,7 @@ __all__ = [
     "PolicyLossConfig",
     "PolicyLossOutput",
     "PolicyRows",
+    "advantage_collapse_rate",
     "focal_policy_loss",
     "focal_weight",
     "group_advantages",

@@ -243,8 +243,8 @@ def test_an_empty_batch_gives_empty_results():
         ({"group_ids": [0, 1]}, r"group_ids: expected shape \(4,\).*received \(2,\)"),
         ({"group_ids": torch.zeros(4, 1)}, r"group_ids: expected shape \(4,\).*received \(4, 1\)"),
         (
-            {"group_size": 4, "estimator": "sign"},
-            "estimator: expected one of 'grpo', 'dr_grpo', 'rloo', received 'sign'",
+            {"group_size": 4, "estimator": "gae"},
+            "estimator: expected one of 'grpo', 'dr_grpo', 'rloo', .*, received 'gae'",
         ),
         ({"group_size": 4, "std": "sample"}, "std: expected 'unbiased' or 'population', received"),
         (
