@@ -13,6 +13,7 @@ from fgrpo_kernels.policy_loss import focal_policy_loss
 from fgrpo_kernels.rollout_correction import rollout_weights
 from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.token_logps import token_logps
+from fgrpo_kernels.token_weights import future_kl_weights, length_weights
 
 __all__ = [
     "FocalPolicyLoss",
@@ -23,7 +24,9 @@ __all__ = [
     "advantage_collapse_rate",
     "focal_policy_loss",
     "focal_weight",
+    "future_kl_weights",
     "group_advantages",
+    "length_weights",
     "rollout_weights",
     "token_logps",
 ]

@@ -133,13 +133,12 @@ def avspo(groups: Groups, *, scope: str = "batch") -> Tensor:
     """
     if scope not in ("batch", "group"):
         raise ValueError(f"scope: expected 'batch' or 'group', received {scope!r}")
-    zeros, ones = groups.scored & (groups.rewards == 0), groups.scored & (groups.rewards == 1)
-    if scope == "batch":
-        counts = [groups.scored.sum() == hits.sum() for hits in (zeros, ones)]
-    else:
-        counts = [groups.count == groups.total(hits.double()) for hits in (zeros, ones)]
-    failed, passed = counts
-    failed, passed = failed & groups.scored, passed & groups.scored
+
+    def all_are(reward: float) -> Tensor:
+        hits = groups.total((groups.rewards == reward).double()) == groups.count
+        return groups.scored & (hits if scope == "group" else hits[groups.scored].all())
+
+    failed, passed = all_are(0), all_are(1)
     virtual = failed.double()
     collapsed = _with_virtual_rewards(groups, virtual, 1, STD_EPSILON)
     ordinary = torch.where(groups.degenerate, 0.0, grpo(groups))
