@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fgrpo_kernels import PolicyLossConfig
 from fgrpo_train.batching import Batch
+from fgrpo_train.shaping import in_groups
 
 
 def drop_inactive(batch: Batch, config: PolicyLossConfig) -> Batch:
@@ -47,7 +48,7 @@ def mixed_groups(rewards: Tensor, *, group_size: int) -> Tensor:
     Returns: (B / group_size,) bool.
     Source: DAPO 2503.14476 section 3.2.
     """
-    groups = _in_groups(rewards, group_size)
+    groups = in_groups("rewards", rewards, len(rewards), group_size)
     scored = ~groups.isnan()
     lowest = torch.where(scored, groups, torch.inf).amin(1)
     highest = torch.where(scored, groups, -torch.inf).amax(1)
@@ -73,7 +74,7 @@ def max_variance_subset(rewards: Tensor, *, group_size: int, keep: int) -> Tenso
     """
     if not 1 <= keep <= group_size:
         raise ValueError(f"keep: expected 1 to group_size = {group_size}, received {keep}")
-    groups = _in_groups(rewards, group_size)
+    groups = in_groups("rewards", rewards, len(rewards), group_size)
     kept = torch.zeros_like(groups, dtype=torch.bool)
     for row, chosen in zip(groups, kept, strict=True):
         scored = (~row.isnan()).nonzero().squeeze(1)
@@ -174,8 +175,7 @@ def pack_densely(lengths: Sequence[int], *, capacity: int, window: int = 32) -> 
 
     Greedy within a window of waiting sequences: a pack starts with the one that waits longest, then
     takes the longest in the window that still fits until none does. The window is refilled in
-    order, so a sequence is moved past at most `window` - 1 others at a time. `window=1` fills packs
-    in order; a window over all is best-fit.
+    order. `window=1` fills packs in order.
 
     Args:
         lengths: tokens of each sequence, >= 1. capacity: tokens of a pack.
@@ -209,13 +209,3 @@ def pack_densely(lengths: Sequence[int], *, capacity: int, window: int = 32) -> 
             chosen = max(fitting, key=lambda index: lengths[index], default=None)
         packs.append(pack)
     return packs
-
-
-def _in_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """(B / G, G) float64."""
-    if rewards.dim() != 1 or group_size < 1 or len(rewards) % group_size:
-        raise ValueError(
-            f"rewards: expected (B,) with B a multiple of group_size = {group_size}, received "
-            f"{tuple(rewards.shape)}"
-        )
-    return rewards.detach().double().view(-1, group_size)
