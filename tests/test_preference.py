@@ -218,7 +218,19 @@ def test_narrow_inputs_keep_the_error_rule(dtype):
         )
     )
     exact = expected_gradients(exact_case, "rpo", 1.0)
-    for name, leaf, simple, true in zip(("h", "w", "b"), case.leaves(), plain, exact, strict=True):
+    for name, leaf, simple, true in zip("hwb", case.leaves(), plain, exact, strict=True):
+        assert_error_rule(name, leaf.grad, simple, true)
+
+
+def test_the_triton_rows_give_the_same(monkeypatch):
+    """In Triton's interpreter, fp32: the error rule against plain torch."""
+    monkeypatch.setattr("fgrpo_kernels.preference.choose_impl", lambda *_: "triton")
+    case, exact_case = make_case(torch.float32), make_case()
+    for name in ("hidden", "weight", "bias", "ref_hidden", "ref_weight"):
+        getattr(exact_case, name).data = getattr(case, name).detach().double()
+    case.loss(kind="rpo", lam=1.0, max_chunk_bytes=4 * ONE_ROW, **CONSTANTS).loss.backward()
+    plain, exact = (expected_gradients(c, "rpo", 1.0) for c in (case, exact_case))
+    for name, leaf, simple, true in zip("hwb", case.leaves(), plain, exact, strict=True):
         assert_error_rule(name, leaf.grad, simple, true)
 
 
