@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import (
     CORRECTIONS,
-    LEVELS,
+    OBJECTIVES,
     REDUCTIONS,
-    SURROGATES,
     assert_same,
     given_logps,
     poisoned_memory,
@@ -27,6 +26,7 @@ from fgrpo_kernels.testing import make_inputs
 ROW_LOCAL = PolicyLossConfig(surrogate="cispo")
 ENTROPY = PolicyLossConfig(surrogate="cispo", entropy_coef=0.1)
 SEQUENCE = PolicyLossConfig.gspo()
+GMPO, VESPO = PolicyLossConfig.gmpo(), PolicyLossConfig.vespo()
 SEQUENCE_ENTROPY = PolicyLossConfig.gspo(entropy_coef=0.1)
 
 
@@ -64,15 +64,13 @@ def follows_from_the_row(old_logps, config):
     return True
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("surrogate,level", OBJECTIVES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_row_local_is_what_follows_from_the_row(surrogate, reduction):
+def test_row_local_is_what_follows_from_the_row(surrogate, level, reduction):
     """For every config: a plan that finishes gradients row by row must be right, and is taken
     wherever it is."""
     old_logps = torch.tensor([[-1.05, -1.0, -1.1], [-1.0, -1.0, -0.9]], dtype=torch.float64)
-    for level, (correction, rollout_level), old in itertools.product(
-        LEVELS, CORRECTIONS, (None, old_logps)
-    ):
+    for (correction, rollout_level), old in itertools.product(CORRECTIONS, (None, old_logps)):
         config = PolicyLossConfig(
             surrogate=surrogate,
             ratio_level=level,
@@ -84,7 +82,9 @@ def test_row_local_is_what_follows_from_the_row(surrogate, reduction):
             rollout_min=0.8 if correction == "mask" else None,
             rollout_max=1.2,
         )
-        row_local = is_row_local(config, has_old_logps=old is not None, objective=None)
+        row_local = is_row_local(
+            config, has_old_logps=old is not None, constant_advantages=True, objective=None
+        )
         if surrogate == "reinforce" and level == "sequence" and old is not None:
             row_local = True  # it does not use the ratio: row-local, whichever plan is taken
         assert row_local == follows_from_the_row(old, config), (config, old is not None)
@@ -107,12 +107,26 @@ def test_row_local_is_what_follows_from_the_row(surrogate, reduction):
         (dict(rollout_correction="mask", reduction="sequence_mean"), True, True),
         (dict(rollout_correction="mask", reduction="sequence_mean"), False, False),
         (dict(rollout_correction="mask"), False, True),
+        (dict(surrogate="sapo"), True, True),
+        (dict(surrogate="sapo", ratio_level="sequence"), True, False),
+        (dict(surrogate="dppo_tv"), True, True),
+        (dict(surrogate="dppo_kl", ratio_level="sequence"), True, False),
+        (dict(surrogate="vespo"), True, False),
+        (dict(surrogate="vespo"), False, True),
+        (dict(surrogate="vespo", rollout_correction="truncate"), False, False),
+        (dict(ratio_level="geometric_mean"), True, False),
+        (dict(ratio_level="geometric_mean"), False, True),
+        (dict(ratio_level="geometric_mean", rollout_correction="truncate"), False, False),
     ],
     ids=str,
 )
 def test_the_plan_table(kwargs, has_old_logps, expected):
     config = PolicyLossConfig(**kwargs)
-    assert is_row_local(config, has_old_logps=has_old_logps, objective=None) is expected
+    facts = dict(has_old_logps=has_old_logps, objective=None)
+    assert is_row_local(config, constant_advantages=True, **facts) is expected
+    # Only in a geometric mean does a token's advantage reach the others.
+    expected = expected and config.ratio_level != "geometric_mean"
+    assert is_row_local(config, constant_advantages=False, **facts) is expected
 
 
 N, V, D = 24, 40, 8  # 4 sequences of 6 tokens
@@ -158,6 +172,22 @@ def test_cost_of_training(config, trained, frozen, chunk):
     config = replace(config, max_chunk_bytes=chunk)
     assert cost(full_inputs(), config=config) == trained
     assert cost(full_inputs(frozen=True), config=config) == frozen
+
+
+@pytest.mark.parametrize("config", [GMPO, VESPO], ids=["gmpo", "vespo"])
+def test_cost_of_whole_sequences(config):
+    """Row-local on-policy, but for a geometric mean over tokens of different weight."""
+    config = replace(config, max_chunk_bytes=CHUNK)
+    inputs = full_inputs()
+    assert cost(inputs, config=config) == 8
+    assert cost(full_inputs(frozen=True), config=config) == 4
+    assert cost(inputs, config=replace(config, max_chunk_bytes=None)) == 6
+    on_policy = replace(inputs, old_logps=None)
+    assert cost(on_policy, config=config) == 6
+    weighted = replace(on_policy, token_weights=torch.ones(4, 6))
+    assert cost(weighted, config=config) == (
+        8 if config == replace(GMPO, max_chunk_bytes=CHUNK) else 6
+    )
 
 
 def test_cost_of_the_weight_gradient_alone():
@@ -307,6 +337,10 @@ PLANS = {
     "row-local-entropy": dict(entropy_coef=0.1, reduction="sequence_mean"),
     "sequence": dict(ratio_level="sequence", clip_eps_low=0.02, clip_eps_high=0.02),
     "sequence-entropy": dict(ratio_level="sequence", entropy_coef=0.1, kl_coef=0.1),
+    "sapo": dict(surrogate="sapo"),
+    "dppo": dict(surrogate="dppo_tv", clip_eps_low=0.02, clip_eps_high=0.02),
+    "geometric-mean": dict(ratio_level="geometric_mean", clip_eps_low=0.1, clip_eps_high=0.1),
+    "vespo": dict(surrogate="vespo", rollout_correction="mask", rollout_max=1.05),
     "masked": dict(rollout_correction="mask", rollout_max=1.05, reduction="sequence_mean"),
 }
 
