@@ -43,7 +43,7 @@ OUTER += [
 
 
 BOUNDS = {"sequence": (0.02, 0.03), "dppo_tv": (0.02, 0.03), "dppo_kl": (0.002, 0.004)}
-"""clip_eps_low and high, by surrogate or level, that some tokens of `cases` pass; 0.1, 0.15 else."""
+"""clip_eps_low and high that some tokens of `cases` pass, by surrogate or level; else 0.1, 0.15."""
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,19 @@ def score(hidden, lm_head_weight, lm_head_bias, ids, config):
     return logp[torch.arange(len(ids)), ids], -plogp.sum(-1)
 
 
+def of_sign(advantage, positive, other):
+    values = torch.full_like(advantage, other)
+    values[advantage > 0] = positive
+    return values.detach()
+
+
 def divergence(config, logp, old):
     if config.surrogate == "dppo_tv":
         return (logp.exp() - old.exp()).abs()
     assert config.surrogate == "dppo_kl"
     p, q = old.exp(), logp.exp()
-    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    # p log p is 0 where p is 0
+    return torch.xlogy(p, p / q) + torch.xlogy(1 - p, (1 - p) / (1 - q))
 
 
 def bound_crossings(config, ratio, logp, old):
@@ -73,14 +80,8 @@ def geometric_mean(config, log_ratio, advantage, survives):
 def vespo(config, log_weight, logp, advantage):
     """-phi(w) A' logp; log_weight is the sequence's, ()."""
     w = bounded_exp(log_weight).detach()
-    k = torch.where(advantage > 0, 1.0, 0.0).to(w.dtype)
-    k, rate = (
-        k * positive + (1 - k) * other
-        for positive, other in (
-            (config.vespo_k_pos, config.vespo_k_neg),
-            (config.vespo_lambda_pos, config.vespo_lambda_neg),
-        )
-    )
+    k = of_sign(advantage, config.vespo_k_pos, config.vespo_k_neg)
+    rate = of_sign(advantage, config.vespo_lambda_pos, config.vespo_lambda_neg)
     return -(rate.exp() * w**k * (-rate * w).exp()) * advantage * logp
 
 
@@ -95,13 +96,12 @@ def surrogate(config, ratio, logp, old, advantage):
     if config.surrogate == "cispo":
         return -ratio.clamp(low, high).detach() * advantage * logp
     if config.surrogate == "sapo":
-        tau = (advantage > 0) * config.sapo_tau_pos + (advantage <= 0) * config.sapo_tau_neg
-        tau = tau.to(ratio.dtype)
+        tau = of_sign(advantage, config.sapo_tau_pos, config.sapo_tau_neg)
         return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
     if config.surrogate in ("dppo_tv", "dppo_kl"):
         above, below = bound_crossings(config, ratio, logp, old)
         kept = ~((above & (advantage > 0)) | (below & (advantage < 0)))
-        return -kept * ratio.clamp(max=20).detach() * advantage * logp
+        return -(kept * ratio.clamp(max=20).detach() * advantage * logp)
     assert config.surrogate == "reinforce"
     return -advantage * logp
 

@@ -88,11 +88,11 @@ ONE_TOKEN = {
     "dppo_tv-below-positive": (TV, -0.5, None, None, 2.0, 2 * E(-0.5), -2 * E(-0.5)),
     "dppo_tv-below-negative": (TV, -0.5, None, None, -2.0, 0.0, 0.0),
     "dppo_tv-far-above-negative": (TV, -51.0, None, None, -2.0, -40.0, 40.0),
-    # KL = 0.118 at -1.9, 0.288 at -3; 0.126 at -0.5
+    # KL = 0.118 at -1.9, 0.288 at -3, 0.117 at -0.5
     "dppo_kl-inside": (KL, -1.9, None, None, 2.0, 2 * E(0.9), -2 * E(0.9)),
     "dppo_kl-above-positive": (KL, -3.0, None, None, 2.0, 0.0, 0.0),
     "dppo_kl-above-negative": (KL, -3.0, None, None, -2.0, -2 * E(2), 2 * E(2)),
-    "dppo_kl-below-negative": (config(surrogate="dppo_kl", clip_eps_low=0.12), -0.5, None, None,
+    "dppo_kl-below-negative": (config(surrogate="dppo_kl", clip_eps_low=0.11), -0.5, None, None,
                                -2.0, 0.0, 0.0),
     "dppo_kl-far-above": (KL, -51.0, None, None, 2.0, 0.0, 0.0),
     # -exp(x) A', x = log-ratio, at most 0.2 for A' > 0 and at least -0.2 for A' < 0
