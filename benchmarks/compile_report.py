@@ -34,7 +34,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fgrpo_kernels import PolicyLossConfig, triton_linear_stats, triton_rows
+from fgrpo_kernels import PolicyLossConfig, triton_linear_stats, triton_objective, triton_rows
 from fgrpo_kernels.primitives import COMPILER_OPTIONS
 
 
@@ -138,9 +138,9 @@ def row_cases() -> Iterator[Case]:
     flag = (False, True)
     common = {"vocabulary": VOCABULARIES, "dtypes": LOGITS_AND_E, "aligned": flag}
     policy: dict[str, tuple[Any, ...]] = {
-        "surrogate": tuple(triton_rows.SURROGATES),
-        "kl": tuple(triton_rows.KLS),
-        "correction": tuple(triton_rows.CORRECTIONS),
+        "surrogate": tuple(triton_objective.SURROGATES),
+        "kl": tuple(triton_objective.KLS),
+        "correction": tuple(triton_objective.CORRECTIONS),
         "dual_clip": (None, 3.0),
         "entropy_coef": (0.0, 0.1),
         "has_old_logps": flag,
@@ -185,7 +185,8 @@ def policy_flags(
         dual_clip=dual_clip,
         entropy_coef=entropy_coef,
     )
-    return triton_rows.policy_flags(config, has_old_logps=has_old_logps, has_softcap=has_softcap)
+    flags = triton_objective.objective_flags(config, has_old_logps=has_old_logps)
+    return {**flags, "HAS_SOFTCAP": has_softcap}
 
 
 def linear_cases(target: Target) -> Iterator[Case]:

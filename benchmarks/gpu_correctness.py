@@ -65,6 +65,9 @@ CONFIGS = {
         "kl_estimator": "k1",
         "logit_softcap": 10.0,
     },
+    "sapo": {"surrogate": "sapo"},
+    "dppo_tv": {"surrogate": "dppo_tv", "clip_eps_low": 0.02, "clip_eps_high": 0.02},
+    "dppo_kl": {"surrogate": "dppo_kl", "clip_eps_low": 0.002, "clip_eps_high": 0.002},
     "clip, temperature, scale": {"temperature": 0.7, "logit_scale": 1.3},
     "sequence ratio": {"ratio_level": "sequence", "reduction": "sequence_mean"},
 }

@@ -12,17 +12,22 @@ from numbers import Real
 from typing import Any
 
 _CHOICES = {
-    "surrogate": ("clip", "cispo", "reinforce"),
-    "ratio_level": ("token", "sequence"),
+    "surrogate": ("clip", "cispo", "sapo", "vespo", "reinforce", "dppo_tv", "dppo_kl"),
+    "ratio_level": ("token", "sequence", "geometric_mean"),
     "reduction": ("token_mean", "sequence_mean", "fixed_length"),
     "kl_estimator": ("k1", "k2", "k3"),
     "rollout_correction": (None, "truncate", "mask"),
     "rollout_level": ("token", "sequence"),
 }
-_NOT_YET = {
-    "surrogate": ("sapo", "vespo", "dppo_tv", "dppo_kl"),
-    "ratio_level": ("geometric_mean",),
-}
+_CONSTANTS = (
+    "sapo_tau_pos",
+    "sapo_tau_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+"""Of single surrogates; finite and > 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +43,20 @@ class PolicyLossConfig:
     surrogate: str = "clip"
     """"clip": -min(rho A', clamp(rho, 1-lo, 1+hi) A') (PPO, 1707.06347 eq. 7).
     "cispo": -sg(clamp(rho, 1-lo, 1+hi)) A' logp (MiniMax-M1, 2506.13585).
-    "reinforce": -A' logp."""
+    "sapo": -(4 / tau) sigmoid(tau (rho - 1)) A' (2511.20347).
+    "vespo": -sg(phi(w_i)) A' logp, phi(w) = exp(lambda) w^k exp(-lambda w), w_i = exp(sum over the
+    sequence of logp - old), times the rollout weights exp(old - rollout) with a rollout_correction:
+    they are then not applied again, and "truncate" bounds none of them (2602.10693).
+    "reinforce": -A' logp.
+    "dppo_tv", "dppo_kl": -sg(min(rho, 20)) A' logp, and 0 for a token that has gone too far the way
+    A' pushes it: up with A' > 0 and a divergence over hi, or down with A' < 0 and one over lo; the
+    divergence is |p - p_old| or KL(Bern(p_old) || Bern(p)) (divergence PPO, 2602.04879)."""
 
     ratio_level: str = "token"
     """"token": rho_t. "sequence": sg(s_i) exp(logp_t - sg(logp_t)), s_i = exp(mean over the
-    sequence of logp - old) (GSPO-token, 2507.18071)."""
+    sequence of logp - old) (GSPO-token, 2507.18071); not for "vespo". "geometric_mean": with "clip"
+    and no dual_clip, -s_i A', s_i = exp(mean over the sequence of x_t), x_t = min(logp - old, hi)
+    for A' > 0, else max(logp - old, -lo) (GMPO, 2507.20673)."""
 
     reduction: str = "token_mean"
     """"token_mean": sum / valid tokens (DAPO). "sequence_mean": mean of the sequences' token means
@@ -52,14 +66,34 @@ class PolicyLossConfig:
     """The constant length of reduction="fixed_length", in tokens; required there."""
 
     clip_eps_low: float = 0.2
-    """lo: the ratio's lower bound is 1 - lo. Below 1 for "clip", any value >= 0 for "cispo"."""
+    """lo: the ratio's lower bound is 1 - lo; below 1 for "clip", any value >= 0 for the others.
+    With "geometric_mean" the log-ratio's is -lo; for "dppo_tv" and "dppo_kl" see there."""
 
     clip_eps_high: float = 0.2
     """hi: the ratio's upper bound is 1 + hi: a distance from 1, in CISPO too (some trainers take
-    the bound itself there)."""
+    the bound itself there). With "geometric_mean" the log-ratio's is hi; for dppo see there."""
 
     dual_clip: float | None = None
     """c > 1: for A' < 0 the clip loss is at most -c A' (dual-clip PPO, 1912.09729)."""
+
+    sapo_tau_pos: float = 1.0
+    """tau of "sapo" for A' > 0: the larger, the less a ratio away from 1 counts."""
+
+    sapo_tau_neg: float = 1.05
+    """tau of "sapo" for the others."""
+
+    vespo_k_pos: float = 2.0
+    """k of "vespo" for A' > 0: the larger, the less a sequence counts that became unlikely."""
+
+    vespo_lambda_pos: float = 3.0
+    """lambda of "vespo" for A' > 0: the larger, the less a sequence counts that became likely. phi
+    is largest at w = k / lambda."""
+
+    vespo_k_neg: float = 3.0
+    """k of "vespo" for the others."""
+
+    vespo_lambda_neg: float = 2.0
+    """lambda of "vespo" for the others."""
 
     focal_gamma: float = 0.5
     """gamma >= 0 of the focal weight (1 - success_rate)^gamma (F-GRPO, 2602.06717 eq. 12);
@@ -114,21 +148,20 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
-            if value in _NOT_YET.get(field, ()):
-                raise ValueError(
-                    f"{field}={value!r} is not implemented yet; use one of {list(choices)}"
-                )
             if value not in choices:
                 raise ValueError(f"{field} must be one of {list(choices)}, got {value!r}")
-        eps_limit = 1.0 if self.surrogate == "clip" else math.inf
+        self._check_ratio_level()
+        clips_ratio = self.surrogate == "clip" and self.ratio_level != "geometric_mean"
         self._check_number(
             "clip_eps_low",
-            0 <= _real(self.clip_eps_low) < eps_limit,
-            "in [0, 1)" if self.surrogate == "clip" else ">= 0 and finite",
+            0 <= _real(self.clip_eps_low) < (1.0 if clips_ratio else math.inf),
+            "in [0, 1)" if clips_ratio else ">= 0 and finite",
         )
         self._check_number("clip_eps_high", _finite(self.clip_eps_high) >= 0, ">= 0 and finite")
         if self.dual_clip is not None:
             self._check_number("dual_clip", _finite(self.dual_clip) > 1, "None or > 1")
+        for field in _CONSTANTS:
+            self._check_number(field, _finite(getattr(self, field)) > 0, "> 0 and finite")
         self._check_number("focal_gamma", _finite(self.focal_gamma) >= 0, ">= 0 and finite")
         self._check_number("kl_coef", _finite(self.kl_coef) >= 0, ">= 0 and finite")
         self._check_number("entropy_coef", not math.isnan(_finite(self.entropy_coef)), "finite")
@@ -160,6 +193,23 @@ class PolicyLossConfig:
             self._check_number("fixed_length", _count(self.fixed_length), "None or an int > 0")
         elif self.reduction == "fixed_length":
             raise ValueError("fixed_length is required for reduction='fixed_length', got None")
+
+    def _check_ratio_level(self) -> None:
+        if self.surrogate == "vespo" and self.ratio_level != "token":
+            raise ValueError(
+                "ratio_level must be 'token' for surrogate='vespo', which weighs whole sequences "
+                f"itself, got {self.ratio_level!r}"
+            )
+        if self.ratio_level != "geometric_mean":
+            return
+        if self.surrogate != "clip":
+            raise ValueError(
+                f"ratio_level='geometric_mean' needs surrogate='clip', got {self.surrogate!r}"
+            )
+        if self.dual_clip is not None:
+            raise ValueError(
+                f"dual_clip must be None for ratio_level='geometric_mean', got {self.dual_clip!r}"
+            )
 
     def _check_rollout_min(self) -> None:
         if self.rollout_correction == "truncate":
@@ -211,19 +261,21 @@ class PolicyLossConfig:
 
     @classmethod
     def gmpo(cls, **overrides: Any) -> PolicyLossConfig:
-        """GMPO (2507.20673): refused by name until ratio_level="geometric_mean" exists."""
+        """GMPO (2507.20673): geometric mean of clipped ratios, sequence mean, 0.4 / 0.4 of the
+        log-ratio."""
         bounds = {"clip_eps_low": 0.4, "clip_eps_high": 0.4}
         level = {"ratio_level": "geometric_mean", "reduction": "sequence_mean"}
         return cls._preset(overrides, **level, **bounds)
 
     @classmethod
     def sapo(cls, **overrides: Any) -> PolicyLossConfig:
-        """SAPO: refused by name until surrogate="sapo" exists."""
+        """SAPO (2511.20347): tau 1 / 1.05, token mean; the paper's runs take
+        reduction="sequence_mean"."""
         return cls._preset(overrides, surrogate="sapo")
 
     @classmethod
     def vespo(cls, **overrides: Any) -> PolicyLossConfig:
-        """VESPO: refused by name until surrogate="vespo" exists."""
+        """VESPO (2602.10693): k, lambda of 2, 3 for A' > 0 and 3, 2 for the others, token mean."""
         return cls._preset(overrides, surrogate="vespo")
 
 

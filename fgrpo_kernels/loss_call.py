@@ -53,13 +53,24 @@ class PolicyLossOutput(NamedTuple):
 
 
 def is_row_local(
-    config: PolicyLossConfig, *, has_old_logps: bool, objective: Objective | None
+    config: PolicyLossConfig,
+    *,
+    has_old_logps: bool,
+    constant_advantages: bool,
+    objective: Objective | None,
 ) -> bool:
-    """Whether a row's gradient coefficient follows from that row, up to one global scalar."""
-    if objective is not None and not getattr(objective, "row_local", True):
-        return False
-    uses_ratio = objective is None and config.surrogate != "reinforce"
-    if uses_ratio and config.ratio_level == "sequence" and has_old_logps:
+    """Whether a row's gradient coefficient follows from that row, up to one global scalar.
+
+    constant_advantages: A' is the same for all tokens of a sequence.
+    """
+    if objective is not None:
+        if not getattr(objective, "row_local", True):
+            return False
+    elif config.surrogate == "vespo" or config.ratio_level == "geometric_mean":
+        # On-policy w_i = s_i = 1, and the mean over a sequence of equal A' is A'.
+        on_policy = not has_old_logps and config.rollout_correction is None
+        return on_policy and (config.surrogate == "vespo" or constant_advantages)
+    elif config.ratio_level == "sequence" and config.surrogate != "reinforce" and has_old_logps:
         return False
     if config.rollout_correction is None or has_old_logps:
         return True
@@ -85,7 +96,12 @@ class LossCall:
         self.head, self.impl, self.objective = head_inputs.head, impl, objective
         self.return_logps = return_logps
         has_old = loss_inputs.old_logps is not None
-        self.row_local = is_row_local(config, has_old_logps=has_old, objective=objective)
+        self.row_local = is_row_local(
+            config,
+            has_old_logps=has_old,
+            constant_advantages=loss_inputs.constant_advantages,
+            objective=objective,
+        )
         self.sparse: SparseBackward | None = None
         if config.grad_tol > 0:
             check_tolerance(impl, head_inputs.head, self.row_local)

@@ -22,6 +22,8 @@ class LossInputs:
     num_sequences: int
     advantages: Tensor
     """focal_weight * advantages."""
+    constant_advantages: bool
+    """One advantage a sequence and no token weights."""
     token_weights: Tensor | None
     old_logps: Tensor | None
     ref_logps: Tensor | None
@@ -91,6 +93,7 @@ def read_loss_inputs(
         sequence=sequence,
         num_sequences=num_sequences,
         advantages=per_token,
+        constant_advantages=advantages.shape == (num_sequences,) and token_weights is None,
         token_weights=side["token_weights"],
         old_logps=side["old_logps"],
         ref_logps=side["ref_logps"],
@@ -179,6 +182,7 @@ def _refuse_per_sequence_use(config: PolicyLossConfig) -> None:
         f"focal_gamma={config.focal_gamma}" if config.focal_gamma > 0 else "",
         f"reduction={config.reduction!r}" if config.reduction != "token_mean" else "",
         f"ratio_level={config.ratio_level!r}" if config.ratio_level != "token" else "",
+        "surrogate='vespo'" if config.surrogate == "vespo" else "",
         f"rollout_level={config.rollout_level!r}"
         if config.rollout_correction is not None and config.rollout_level != "token"
         else "",

@@ -12,7 +12,7 @@ from torch import Tensor
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.log_ratio import bounded
 from fgrpo_kernels.loss_inputs import LossInputs
-from fgrpo_kernels.surrogates import PolicyRows, importance_ratio, kl_term
+from fgrpo_kernels.surrogates import PolicyRows, beyond_bounds, importance_ratio, kl_term
 
 
 def policy_metrics(
@@ -20,7 +20,9 @@ def policy_metrics(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """(numerator, count) of the per-token metrics of the scored rows.
 
-    clip_fraction_high / low: rho > 1+hi / rho < 1-lo, whatever the sign of A'.
+    clip_fraction_high / low: rho > 1+hi / rho < 1-lo, whatever the sign of A'; the log-ratio over
+    hi / under -lo at ratio_level "geometric_mean"; for dppo the divergence over hi and logp over
+    old_logps / over lo and under.
     clip_binding_fraction: where the sign makes the clip bite, A' > 0 above or A' < 0 below.
     ratio_mean, ratio_max: of rho. approx_kl: exp(-lr) - 1 + lr, lr = logps - old_logps.
     kl: the configured estimator to ref_logps (0 without). entropy. rollout_weight_mean: the factor
@@ -29,8 +31,7 @@ def policy_metrics(
     assert rows.old_logps is not None
     ratio = importance_ratio(logps, rows, config)
     log_ratio = logps - rows.old_logps
-    above, below = ratio > 1 + config.clip_eps_high, ratio < 1 - config.clip_eps_low
-    binding = (above & (rows.advantages > 0)) | (below & (rows.advantages < 0))
+    above, below, binding = beyond_bounds(logps, rows, config)
     ones = torch.ones_like(logps)
     has_ref = rows.ref_logps is not None
     per_token = {

@@ -28,10 +28,15 @@ def sequence_counts(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tenso
     return counts.index_add_(0, sequence, mask.to(torch.int64))
 
 
+def sequence_sums(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Sum of `values` over M_i: (num_sequences,)."""
+    sums = torch.zeros(num_sequences, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, sequence, torch.where(mask, values, 0))
+
+
 def sequence_means(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Mean of `values` over M_i, 0 where M_i is empty: (num_sequences,)."""
-    sums = torch.zeros(num_sequences, dtype=values.dtype, device=values.device)
-    sums = sums.index_add(0, sequence, torch.where(mask, values, 0))
+    sums = sequence_sums(values, mask, sequence, num_sequences)
     return sums / sequence_counts(mask, sequence, num_sequences).clamp(min=1)
 
 

@@ -58,8 +58,8 @@ def check_tolerance(impl: str, head: LinearHead, row_local: bool) -> None:
     if not row_local:
         raise ValueError(
             "grad_tol > 0 (sparse backward) needs row-local coefficients, which a sequence-level "
-            "ratio with old_logps, a rollout correction that waits for the current log-probs or "
-            "objective.row_local=False do not give; use grad_tol=0"
+            "or geometric-mean ratio or vespo with old_logps, a rollout correction that waits for "
+            "the current log-probs or objective.row_local=False do not give; use grad_tol=0"
         )
 
 

@@ -25,33 +25,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fgrpo_kernels import primitives, torch_rows
+from fgrpo_kernels import torch_rows
 from fgrpo_kernels.config import PolicyLossConfig
 from fgrpo_kernels.head import LinearHead
 from fgrpo_kernels.linear_head import HeadRows, RowPass
 from fgrpo_kernels.primitives import (
     COMPILER_OPTIONS,
     E_SCALE_FP16,
-    MASK,
-    bounded_exp,
-    kl_coefficient,
     offset,
-    rollout_weight,
     statistics_of_row,
-    surrogate_coefficient,
     write_exps_of_row,
     write_gradient_of_row,
 )
 from fgrpo_kernels.surrogates import PolicyRows
 from fgrpo_kernels.torch_rows import RowStatistics
 from fgrpo_kernels.triton_linear_stats import fused_statistics
+from fgrpo_kernels.triton_objective import (
+    objective_flags,
+    objective_scalars,
+    row_coefficients,
+    softcap_factor,
+)
 
 __all__ = ["fused_statistics", "policy_row_pass", "row_gradient", "row_statistics"]
 """What `HeadRows.row_ops` offers; `torch_rows` has the same but for `policy_row_pass`."""
-
-SURROGATES = {"clip": primitives.CLIP, "cispo": primitives.CISPO, "reinforce": primitives.REINFORCE}
-KLS = {None: tl.constexpr(0), "k1": primitives.K1, "k2": primitives.K2, "k3": primitives.K3}
-CORRECTIONS = {None: tl.constexpr(0), "truncate": primitives.TRUNCATE, "mask": primitives.MASK}
 
 
 @triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["ids_ptr"])
@@ -150,7 +147,7 @@ def policy_rows_kernel(
     old_logps_ptr,
     ref_logps_ptr,
     rollout_ptr,  # rollout weights where old_logps are given, else rollout log-probs
-    scalars_ptr,  # in the order of `_scalars`, in the logits' dtype
+    scalars_ptr,  # `objective_scalars`, in the logits' dtype
     n_cols,
     e_row_stride,
     logits_row_stride,
@@ -184,41 +181,14 @@ def policy_rows_kernel(
         logp, entropy, m, rest, total, _, _ = statistics_of_row(
             logits_ptr, row_start, target_id, n_cols, BLOCK_V
         )
-    eps_low = tl.load(scalars_ptr)
-    eps_high = tl.load(scalars_ptr + 1)
-    dual_clip = tl.load(scalars_ptr + 2)
-    kl_coef = tl.load(scalars_ptr + 3)
-    entropy_coef = tl.load(scalars_ptr + 4)
-    rollout_min = tl.load(scalars_ptr + 5)
-    rollout_max = tl.load(scalars_ptr + 6)
     slope = tl.load(scalars_ptr + 7)
-    row_weight = tl.load(row_weights_ptr + row)
-    if HAS_OLD:
-        ratio = bounded_exp(logp - tl.load(old_logps_ptr + row))
-    else:
-        ratio = bounded_exp(logp - logp)
-    c = surrogate_coefficient(
-        ratio, tl.load(advantages_ptr + row), eps_low, eps_high, dual_clip, SURROGATE, HAS_DUAL
-    )
-    if CORRECTION:
-        given = tl.load(rollout_ptr + row)
-        if HAS_OLD:
-            c = c * given  # rejected rows carry a row weight of 0
-        else:
-            weight, kept = rollout_weight(
-                bounded_exp(logp - given), rollout_min, rollout_max, CORRECTION
-            )
-            c = c * weight
-            if CORRECTION == MASK:
-                row_weight = tl.where(kept, row_weight, 0.0)
-    if KL:
-        c += kl_coef * kl_coefficient(logp, tl.load(ref_logps_ptr + row), KL)
-    # Select, not multiply: what is outside the loss may hold anything.
-    c = tl.where(row_weight == 0, 0.0, c * row_weight)
-    s = -entropy_coef * row_weight
+    c, s = row_coefficients(
+        logp, row, advantages_ptr, row_weights_ptr, old_logps_ptr, ref_logps_ptr, rollout_ptr,
+        scalars_ptr, SURROGATE, KL, CORRECTION, HAS_OLD, HAS_DUAL,
+    )  # fmt: skip
     factor = -slope * c
     if HAS_ENTROPY:
-        factor = slope + 0.0 * row_weight
+        factor = slope + 0.0 * s
         if e_ptr.dtype.element_ty == tl.float16:  # as `torch_rows.unit_coefficients`
             norm = tl.abs(c) + 16.0 * tl.abs(s)
             unit = E_SCALE_FP16 / tl.where(norm == 0, 1.0, norm)
@@ -243,21 +213,6 @@ def launch_options(vocab_size: int) -> dict[str, int]:
     if vocab_size <= 1024:
         return {"BLOCK_V": 1024, "num_warps": 4, **COMPILER_OPTIONS}
     return {"BLOCK_V": 4096, "num_warps": 8, **COMPILER_OPTIONS}
-
-
-def policy_flags(
-    config: PolicyLossConfig, *, has_old_logps: bool, has_softcap: bool
-) -> dict[str, int]:
-    """What of the objective is compiled into `policy_rows_kernel`."""
-    return {
-        "SURROGATE": SURROGATES[config.surrogate].value,
-        "KL": KLS[config.kl_estimator if config.kl_coef > 0 else None].value,
-        "CORRECTION": CORRECTIONS[config.rollout_correction].value,
-        "HAS_OLD": has_old_logps,
-        "HAS_DUAL": config.dual_clip is not None,
-        "HAS_ENTROPY": config.entropy_coef != 0,
-        "HAS_SOFTCAP": has_softcap,
-    }
 
 
 def row_statistics(
@@ -313,7 +268,7 @@ def row_gradient(
             stats,
             dlogps,
             dlogps if dentropy is None else dentropy.contiguous(),
-            dlogps.new_full((1,), _softcap_factor(head)),
+            dlogps.new_full((1,), softcap_factor(head)),
             len(rows.ids),
             buffer.shape[1],
             out.stride(0),
@@ -336,14 +291,11 @@ def policy_row_pass(
     outside the loss, carry whatever is known of the reduction."""
     rollout = rows.rollout_logps if rows.rollout_weights is None else rows.rollout_weights
     flags = {
-        **policy_flags(
-            config,
-            has_old_logps=rows.old_logps is not None,
-            has_softcap=head.logit_softcap is not None,
-        ),
+        **objective_flags(config, has_old_logps=rows.old_logps is not None),
+        "HAS_SOFTCAP": head.logit_softcap is not None,
         **launch_options(head.vocab_size),
     }
-    scalars = _scalars(config, head, row_weights)
+    scalars = objective_scalars(config, head, row_weights)
 
     def row_pass(logits: Tensor, part: slice, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         count = part.stop - part.start
@@ -374,24 +326,3 @@ def policy_row_pass(
         return logps, entropy, factor
 
     return row_pass
-
-
-def _scalars(config: PolicyLossConfig, head: LinearHead, like: Tensor) -> Tensor:
-    """The kernel's constants as data: exact in float64 and never a reason to compile again."""
-    values = [
-        config.clip_eps_low,
-        config.clip_eps_high,
-        config.dual_clip or 0.0,
-        config.kl_coef,
-        config.entropy_coef,
-        config.rollout_min or 0.0,
-        config.rollout_max,
-        head.slope,
-        _softcap_factor(head),
-    ]
-    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
-
-
-def _softcap_factor(head: LinearHead) -> float:
-    """z -> tanh: temperature / cap."""
-    return 0.0 if head.logit_softcap is None else head.temperature / head.logit_softcap

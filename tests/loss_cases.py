@@ -14,8 +14,12 @@ from torch import Tensor
 from fgrpo_kernels import PolicyLossConfig
 from fgrpo_kernels.testing import LossInputs, make_inputs
 
-SURROGATES = ("clip", "cispo", "reinforce")
 LEVELS = ("token", "sequence")
+WHOLE_GRID = list(itertools.product(("clip", "cispo", "reinforce"), LEVELS))
+ONE_KL = list(itertools.product(("sapo", "dppo_tv", "dppo_kl"), LEVELS))
+ONE_KL += [("clip", "geometric_mean"), ("vespo", "token")]
+OBJECTIVES = WHOLE_GRID + ONE_KL
+"""Every surrogate with every level it may have."""
 REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length")
 KLS = (None, "k1", "k2", "k3")
 CORRECTIONS = (
@@ -27,9 +31,19 @@ CORRECTIONS = (
 )
 OUTER = [
     f"{surrogate}-{level}-{reduction}-{kl or 'nokl'}"
-    for surrogate, level, reduction, kl in itertools.product(SURROGATES, LEVELS, REDUCTIONS, KLS)
+    for (surrogate, level), reduction, kl in itertools.product(WHOLE_GRID, REDUCTIONS, KLS)
+]
+OUTER += [
+    f"{surrogate}-{level}-{reduction}-{kl or 'nokl'}"
+    for ((surrogate, level), reduction), kl in zip(
+        itertools.product(ONE_KL, REDUCTIONS), itertools.cycle(KLS), strict=False
+    )
 ]
 """Test ids; the remaining options are walked inside a test, to spare some thousand test set-ups."""
+
+
+BOUNDS = {"sequence": (0.02, 0.03), "dppo_tv": (0.02, 0.03), "dppo_kl": (0.002, 0.004)}
+"""clip_eps_low and high that some tokens of `cases` pass, by surrogate or level; else 0.1, 0.15."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,7 @@ def cases(outer: str, batch: int = 4, length: int = 5) -> Iterator[Case]:
     global denominators, which tensors need a gradient) is drawn per case from a seed of its name.
     """
     surrogate, level, reduction, kl = outer.split("-")
+    low, high = BOUNDS.get(surrogate, BOUNDS.get(level, (0.1, 0.15)))
     for entropy_coef, (correction, rollout_level), masked, off_policy in itertools.product(
         (0.0, 0.1), CORRECTIONS, (False, True), (False, True)
     ):
@@ -60,9 +75,15 @@ def cases(outer: str, batch: int = 4, length: int = 5) -> Iterator[Case]:
             ratio_level=level,
             reduction=reduction,
             fixed_length=7 if reduction == "fixed_length" else None,
-            clip_eps_low=0.1 if level == "token" else 0.02,
-            clip_eps_high=0.15 if level == "token" else 0.03,
-            dual_clip=draw.choice((None, 1.1)),
+            clip_eps_low=low,
+            clip_eps_high=high,
+            dual_clip=draw.choice((None, 1.1)) if level != "geometric_mean" else None,
+            sapo_tau_pos=1.5,
+            sapo_tau_neg=4.0,
+            vespo_k_pos=1.5,
+            vespo_lambda_pos=2.5,
+            vespo_k_neg=3.5,
+            vespo_lambda_neg=0.5,
             focal_gamma=draw.choice((0.0, 0.5, 1.0)),
             kl_coef=0.0 if kl == "nokl" else 0.3,
             kl_estimator="k3" if kl == "nokl" else kl,

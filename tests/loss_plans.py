@@ -9,6 +9,10 @@ CONFIGS = {
     "row-local-entropy": PolicyLossConfig(surrogate="cispo", entropy_coef=0.1),
     "not-row-local": PolicyLossConfig.gspo(focal_gamma=0.5, kl_coef=0.1),
     "not-row-local-entropy": PolicyLossConfig.gspo(focal_gamma=0.5, entropy_coef=0.1),
+    "sapo": PolicyLossConfig.sapo(focal_gamma=0.5),
+    "dppo": PolicyLossConfig(surrogate="dppo_kl", clip_eps_low=0.002, clip_eps_high=0.004),
+    "gmpo": PolicyLossConfig.gmpo(focal_gamma=0.5, kl_coef=0.1),
+    "vespo": PolicyLossConfig.vespo(focal_gamma=0.5, entropy_coef=0.1),
 }
 IMPLS = ["reference", "torch"]
 ROW_BYTES = 11 * 8  # one row of the float64 logits in `cases`

@@ -42,7 +42,50 @@ def score(hidden, lm_head_weight, lm_head_bias, ids, config):
     return logp[torch.arange(len(ids)), ids], -plogp.sum(-1)
 
 
-def surrogate(config, ratio, logp, advantage):
+def of_sign(advantage, positive, other):
+    values = torch.full_like(advantage, other)
+    values[advantage > 0] = positive
+    return values.detach()
+
+
+def divergence(config, logp, old):
+    if config.surrogate == "dppo_tv":
+        return (logp.exp() - old.exp()).abs()
+    assert config.surrogate == "dppo_kl"
+    p, q = old.exp(), logp.exp()
+    # p log p is 0 where p is 0
+    return torch.xlogy(p, p / q) + torch.xlogy(1 - p, (1 - p) / (1 - q))
+
+
+def bound_crossings(config, ratio, logp, old):
+    """Which tokens are beyond the upper and the lower bound."""
+    low, high = config.clip_eps_low, config.clip_eps_high
+    if config.surrogate in ("dppo_tv", "dppo_kl"):
+        d = divergence(config, logp, old)
+        return (logp > old) & (d > high), (logp < old) & (d > low)
+    if config.ratio_level == "geometric_mean":
+        return logp - old > high, logp - old < -low
+    return ratio > 1 + high, ratio < 1 - low
+
+
+def geometric_mean(config, log_ratio, advantage, survives):
+    """-s A' of a whole sequence."""
+    x = log_ratio.clone()
+    x[advantage > 0] = log_ratio[advantage > 0].clamp(max=config.clip_eps_high)
+    x[advantage <= 0] = log_ratio[advantage <= 0].clamp(min=-config.clip_eps_low)
+    mean = x[survives].mean() if survives.any() else x.sum() * 0
+    return -bounded_exp(mean) * advantage
+
+
+def vespo(config, log_weight, logp, advantage):
+    """-phi(w) A' logp; log_weight is the sequence's, ()."""
+    w = bounded_exp(log_weight).detach()
+    k = of_sign(advantage, config.vespo_k_pos, config.vespo_k_neg)
+    rate = of_sign(advantage, config.vespo_lambda_pos, config.vespo_lambda_neg)
+    return -(rate.exp() * w**k * (-rate * w).exp()) * advantage * logp
+
+
+def surrogate(config, ratio, logp, old, advantage):
     low, high = 1 - config.clip_eps_low, 1 + config.clip_eps_high
     if config.surrogate == "clip":
         loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
@@ -52,6 +95,13 @@ def surrogate(config, ratio, logp, advantage):
         return loss
     if config.surrogate == "cispo":
         return -ratio.clamp(low, high).detach() * advantage * logp
+    if config.surrogate == "sapo":
+        tau = of_sign(advantage, config.sapo_tau_pos, config.sapo_tau_neg)
+        return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+    if config.surrogate in ("dppo_tv", "dppo_kl"):
+        above, below = bound_crossings(config, ratio, logp, old)
+        kept = ~((above & (advantage > 0)) | (below & (advantage < 0)))
+        return -(kept * ratio.clamp(max=20).detach() * advantage * logp)
     assert config.surrogate == "reinforce"
     return -advantage * logp
 
@@ -101,7 +151,6 @@ def policy_loss_oracle(
     hidden, weight, bias = cast(hidden), cast(lm_head_weight), cast(lm_head_bias)
     if completion_mask is None:
         completion_mask = torch.ones(completion_ids.shape, dtype=torch.bool)
-    low, high = 1 - config.clip_eps_low, 1 + config.clip_eps_high
     spans = spans_of(completion_ids, cu_seqlens)
     per_sequence = advantages.shape == (len(spans),)
 
@@ -131,6 +180,7 @@ def policy_loss_oracle(
 
         weight_t = torch.ones(len(keep), dtype=side)
         survives = torch.ones(len(keep), dtype=torch.bool)
+        d = torch.zeros(len(keep), dtype=side)
         if config.rollout_correction is not None:
             d = old - rows(rollout_logps)
             if config.rollout_level == "sequence":
@@ -149,7 +199,12 @@ def policy_loss_oracle(
             mean = log_ratio[survives].mean() if survives.any() else torch.zeros((), dtype=side)
             ratio = bounded_exp(mean).detach() * torch.exp(logp - logp.detach())
 
-        loss = weight_t * surrogate(config, ratio, logp, advantage)
+        if config.ratio_level == "geometric_mean":
+            loss = weight_t * geometric_mean(config, log_ratio, advantage, survives)
+        elif config.surrogate == "vespo":
+            loss = vespo(config, (log_ratio + d)[survives].sum(), logp, advantage)
+        else:
+            loss = weight_t * surrogate(config, ratio, logp, old, advantage)
         kl = torch.zeros_like(logp)
         if config.kl_coef:
             kl = kl_term(config.kl_estimator, logp, rows(ref_logps))
@@ -161,11 +216,11 @@ def policy_loss_oracle(
         for output, values in zip(outputs, (loss, logp, entropy), strict=True):
             output[span][keep] = values.detach()
         known = (advantage != 0) | bool(config.kl_coef) | bool(config.entropy_coef)
-        binding = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        above, below = bound_crossings(config, ratio, logp, old)
         columns = {
-            "clip_fraction_high": ratio > high,
-            "clip_fraction_low": ratio < low,
-            "clip_binding_fraction": binding,
+            "clip_fraction_high": above,
+            "clip_fraction_low": below,
+            "clip_binding_fraction": (above & (advantage > 0)) | (below & (advantage < 0)),
             "ratio_mean": ratio,
             "approx_kl": bounded_exp(-log_ratio) - 1 + log_ratio,
             "kl": kl,

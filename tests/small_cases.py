@@ -47,4 +47,8 @@ CONFIGS = {
     "dr_grpo": PolicyLossConfig.dr_grpo(fixed_length=4, rollout_correction="truncate"),
     "gspo": PolicyLossConfig.gspo(rollout_correction="mask", rollout_level="sequence"),
     "gspo-entropy": PolicyLossConfig.gspo(entropy_coef=0.1, kl_coef=0.1),
+    "sapo": PolicyLossConfig.sapo(),
+    "dppo": config(surrogate="dppo_kl"),
+    "gmpo": PolicyLossConfig.gmpo(rollout_correction="mask"),
+    "vespo": PolicyLossConfig.vespo(rollout_correction="truncate"),
 }

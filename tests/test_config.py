@@ -15,6 +15,12 @@ DEFAULTS = {
     "clip_eps_low": 0.2,
     "clip_eps_high": 0.2,
     "dual_clip": None,
+    "sapo_tau_pos": 1,
+    "sapo_tau_neg": 1.05,
+    "vespo_k_pos": 2,
+    "vespo_lambda_pos": 3,
+    "vespo_k_neg": 3,
+    "vespo_lambda_neg": 2,
     "focal_gamma": 0.5,
     "kl_coef": 0,
     "kl_estimator": "k3",
@@ -57,6 +63,18 @@ PRESETS = {
         },
     ),
     "ngrpo": ({}, {"clip_eps_low": 0.16, "clip_eps_high": 0.24, **OFF}),
+    "gmpo": (
+        {},
+        {
+            "ratio_level": "geometric_mean",
+            "reduction": "sequence_mean",
+            "clip_eps_low": 0.4,
+            "clip_eps_high": 0.4,
+            **OFF,
+        },
+    ),
+    "sapo": ({}, {"surrogate": "sapo", **OFF}),
+    "vespo": ({}, {"surrogate": "vespo", **OFF}),
 }
 
 
@@ -76,14 +94,6 @@ def test_presets_take_overrides():
 def test_dr_grpo_needs_its_length():
     with pytest.raises(ValueError, match="fixed_length"):
         PolicyLossConfig.dr_grpo()
-
-
-@pytest.mark.parametrize(
-    "preset,option", [("gmpo", "geometric_mean"), ("sapo", "sapo"), ("vespo", "vespo")]
-)
-def test_presets_of_later_objectives_are_refused_by_name(preset, option):
-    with pytest.raises(ValueError, match=option):
-        getattr(PolicyLossConfig, preset)()
 
 
 def test_it_is_frozen():
@@ -107,6 +117,10 @@ def test_explicit_zeros_stay_zeros():
         {"rollout_min": 0.5},
         {"fixed_length": 10},
         {"surrogate": "cispo", "clip_eps_low": 7.0},
+        {"ratio_level": "geometric_mean", "clip_eps_low": 1.0},
+        {"surrogate": "dppo_kl", "clip_eps_low": 1.0, "dual_clip": 3.0},
+        {"surrogate": "sapo", "vespo_k_pos": 1.0},
+        {"sapo_tau_neg": 2.0},
         {"kl_estimator": "k1"},
         {"entropy_coef": -0.1},
     ],
@@ -153,12 +167,19 @@ BAD = [
     ("fixed_length", 0, {"reduction": "fixed_length"}),
     ("fixed_length", None, {"reduction": "fixed_length"}),
     ("skip_inactive", "no", {}),
-    # implemented later; refused by name until then
-    ("surrogate", "sapo", {}),
-    ("surrogate", "vespo", {}),
-    ("surrogate", "dppo_tv", {}),
-    ("surrogate", "dppo_kl", {}),
-    ("ratio_level", "geometric_mean", {}),
+    ("clip_eps_low", -0.1, {"ratio_level": "geometric_mean"}),
+    ("sapo_tau_pos", 0.0, {"surrogate": "sapo"}),
+    ("sapo_tau_neg", -1.0, {}),
+    ("vespo_k_pos", 0, {}),
+    ("vespo_lambda_pos", INF, {}),
+    ("vespo_k_neg", NAN, {}),
+    ("vespo_lambda_neg", -2.0, {"surrogate": "vespo"}),
+    # refused by name
+    ("ratio_level", "sequence", {"surrogate": "vespo"}),
+    ("ratio_level", "geometric_mean", {"surrogate": "vespo"}),
+    ("ratio_level", "geometric_mean", {"surrogate": "cispo"}),
+    ("ratio_level", "geometric_mean", {"surrogate": "dppo_tv"}),
+    ("dual_clip", 3.0, {"ratio_level": "geometric_mean"}),
     ("grad_tol", 1.0, {}),
     ("grad_tol", 1e-3, {"entropy_coef": 0.01}),
 ]

@@ -90,7 +90,7 @@ def test_a_file_may_extend_another(tmp_path):
         (["--seed", "-1"], "run.seed: expected >= 0, got -1"),
         (["--name", "a/b"], "run.name: expected a folder name without '/', got 'a/b'"),
         (["--loss.clip_eps_low", "1.5"], "loss.clip_eps_low must be in [0, 1), got 1.5"),
-        (["--loss.surrogate", "sapo"], "loss.surrogate='sapo' is not implemented yet"),
+        (["--loss.surrogate", "ppo"], "loss.surrogate must be one of ['clip', 'cispo', 'sapo'"),
         (["--loss.temperature", "2"], "loss.temperature is not a setting: set sampling.temp"),
         (["--loss.kl_coef", "0.1"], "loss.kl_coef is not a setting: this trainer keeps no ref"),
         (["--sampling.group_size", "1"], "sampling.group_size: expected >= 2, got 1"),

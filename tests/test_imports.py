@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = sorted((ROOT / "fgrpo_kernels").rglob("*.py"))
 TRAIN = sorted((ROOT / "fgrpo_train").rglob("*.py"))
-TRITON_FILES = {"primitives", "triton_rows", "triton_linear_stats"}
+TRITON_FILES = {"primitives", "triton_linear_stats", "triton_objective", "triton_rows"}
 
 BLOCK = """
 import sys

@@ -88,12 +88,46 @@ def test_ratio_metrics(impl):
     assert out.metric_sums["ratio_max"][1] == 1
 
 
-@pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
+@pytest.mark.parametrize("surrogate", ["cispo", "reinforce", "sapo", "vespo"])
 def test_clip_fractions_are_reported_for_every_surrogate(surrogate, impl):
     config = PolicyLossConfig(surrogate=surrogate, focal_gamma=0.0)
     values, _ = metrics(impl, config=config)
     assert values["clip_fraction_high"] == values["clip_fraction_low"] == pytest.approx(3 / 7)
     assert values["clip_binding_fraction"] == pytest.approx(2 / 7)
+
+
+def test_clip_fractions_of_a_geometric_mean_are_of_the_log_ratio(impl):
+    config = PolicyLossConfig(
+        ratio_level="geometric_mean", focal_gamma=0.0, clip_eps_low=0.32, clip_eps_high=0.35
+    )
+    values, _ = metrics(impl, config=config)
+    assert values["clip_fraction_high"] == pytest.approx(2 / 7)  # 0.4 and 0.5 are over 0.35
+    assert values["clip_fraction_low"] == pytest.approx(2 / 7)  # -0.35 and -0.4 are under -0.32
+    assert values["clip_binding_fraction"] == pytest.approx(1 / 7)  # -0.4 with A < 0
+    assert values["ratio_mean"] == pytest.approx(sum(E(x) for x in VALID) / 7, rel=1e-9)
+
+
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
+def test_clip_fractions_of_dppo_are_of_the_divergence(surrogate, impl):
+    """p = e^-1, p_old = e^(-1 - x): |p - p_old| and KL at the log-ratios x of `VALID`."""
+    p = E(-1)
+
+    def divergence(x):
+        q = E(-1 - x)
+        if surrogate == "dppo_tv":
+            return abs(p - q)
+        return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+    # between the smaller and the larger moves: 0.3 < 0.4 up, -0.3 < -0.35 down
+    high = (divergence(0.3) + divergence(0.4)) / 2
+    low = (divergence(-0.3) + divergence(-0.35)) / 2
+    config = PolicyLossConfig(
+        surrogate=surrogate, focal_gamma=0.0, clip_eps_low=low, clip_eps_high=high
+    )
+    values, _ = metrics(impl, config=config)
+    assert values["clip_fraction_high"] == pytest.approx(2 / 7)  # 0.4, 0.5
+    assert values["clip_fraction_low"] == pytest.approx(2 / 7)  # -0.35, -0.4
+    assert values["clip_binding_fraction"] == pytest.approx(1 / 7)  # -0.4 with A < 0
 
 
 def test_sequence_ratio_metrics(impl):

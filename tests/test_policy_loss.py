@@ -76,10 +76,12 @@ def test_gradcheck(config):
     inputs = make_inputs(2, 3, 3, 5, group_size=2, zero_advantage=0.0, dtype=torch.float64)
     bias = torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_()
     weights = torch.linspace(0.5, 1.5, 6, dtype=torch.float64).view(2, 3).requires_grad_()
-    # Finite differences need a differentiable point and a loss without stop-gradients: clip within
-    # its bounds; cispo's and gspo's detached factors are compared with `reference` elsewhere.
-    config = replace(config, surrogate="clip", ratio_level="token", clip_eps_high=9.0)
-    config = replace(config, clip_eps_low=0.999, max_chunk_bytes=2 * 5 * 8)
+    # Finite differences need a differentiable point and a loss without stop-gradients: sapo, gmpo
+    # or clip within its bounds; detached factors are compared with `reference` elsewhere.
+    if config.surrogate != "sapo" and config.ratio_level != "geometric_mean":
+        config = replace(config, surrogate="clip", ratio_level="token")
+        config = replace(config, clip_eps_low=0.999, clip_eps_high=9.0)
+    config = replace(config, max_chunk_bytes=2 * 5 * 8)
     fixed = inputs.arguments()
     for name in ("hidden", "lm_head_weight", "lm_head_bias", "token_weights"):
         del fixed[name]
@@ -178,6 +180,8 @@ SPLIT_CONFIGS = {
     "grpo": PolicyLossConfig.grpo(focal_gamma=0.5, entropy_coef=0.05),
     "dr_grpo": PolicyLossConfig.dr_grpo(fixed_length=9),
     "gspo": PolicyLossConfig.gspo(),
+    "gmpo": PolicyLossConfig.gmpo(rollout_correction="truncate"),
+    "vespo": PolicyLossConfig.vespo(),
     "gspo-token-mean": PolicyLossConfig.gspo(reduction="token_mean", rollout_correction="truncate"),
     "masked": PolicyLossConfig.cispo(
         rollout_correction="mask", rollout_level="sequence", rollout_min=0.98, rollout_max=1.02

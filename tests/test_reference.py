@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_cases import OUTER, assert_same, cases, given_logps, gradients
+from loss_cases import OBJECTIVES, OUTER, assert_same, cases, given_logps, gradients
 from oracle import policy_loss_oracle
 
 from fgrpo_kernels import PolicyLossConfig, focal_policy_loss
@@ -12,9 +12,22 @@ from fgrpo_kernels import PolicyLossConfig, focal_policy_loss
 E = math.exp
 
 
+def sigmoid(x):
+    return 1 / (1 + E(-x))
+
+
+def phi(w, k, rate):
+    return E(rate) * w**k * E(-rate * w)
+
+
 def config(**kwargs):
     return PolicyLossConfig(**{"focal_gamma": 0.0} | kwargs)
 
+
+SAPO, VESPO = config(surrogate="sapo"), config(surrogate="vespo")
+TV, KL = config(surrogate="dppo_tv"), config(surrogate="dppo_kl")
+GMPO = config(ratio_level="geometric_mean")
+UP, UP_NEG = sigmoid(E(0.1) - 1), sigmoid(1.05 * (E(0.1) - 1))
 
 # One token, log-prob -1: (config, old, ref, rollout, advantage, loss, dloss/dlogp), by hand.
 ONE_TOKEN = {
@@ -46,10 +59,55 @@ ONE_TOKEN = {
                          None, -1.4, -1.3, 0.0, 0.2, 0.5),
     "far-above": (config(), -30.0, None, None, -1.0, E(20), E(20)),
     "focal": (PolicyLossConfig(surrogate="reinforce"), None, None, None, 2.0, 1.0, -1.0),
+    # -(4 / tau) sigmoid(tau (rho - 1)) A'; the slope of the sigmoid is 4 / 16 at rho = 1
+    "sapo-on-policy": (SAPO, None, None, None, 2.0, -4.0, -2.0),
+    "sapo-on-policy-negative": (SAPO, None, None, None, -2.0, 4 / 1.05, 2.0),
+    "sapo-above": (SAPO, -1.1, None, None, 2.0, -8 * UP, -8 * UP * (1 - UP) * E(0.1)),
+    "sapo-above-negative": (SAPO, -1.1, None, None, -2.0, 8 / 1.05 * UP_NEG,
+                            8 * UP_NEG * (1 - UP_NEG) * E(0.1)),
+    "sapo-far-above": (SAPO, -51.0, None, None, 2.0, -8.0, 0.0),
+    "sapo-far-below": (SAPO, 49.0, None, None, 2.0, -8 * sigmoid(E(-20) - 1),
+                       -8 * sigmoid(E(-20) - 1) * sigmoid(1 - E(-20)) * E(-20)),
+    # -phi(w) A' logp, phi(1) = 1
+    "vespo-on-policy": (VESPO, None, None, None, 2.0, 2.0, -2.0),
+    "vespo-above": (VESPO, -1.1, None, None, 2.0, 2 * phi(E(0.1), 2, 3), -2 * phi(E(0.1), 2, 3)),
+    "vespo-above-negative": (VESPO, -1.1, None, None, -2.0, -2 * phi(E(0.1), 3, 2),
+                             2 * phi(E(0.1), 3, 2)),
+    "vespo-far-above": (VESPO, -51.0, None, None, 2.0, 0.0, 0.0),
+    "vespo-far-below": (VESPO, 49.0, None, None, 2.0, 2 * phi(E(-20), 2, 3),
+                        -2 * phi(E(-20), 2, 3)),
+    "vespo-rollout": (config(surrogate="vespo", rollout_correction="truncate", rollout_max=1.01),
+                      -1.1, None, -1.3, 2.0, 2 * phi(E(0.3), 2, 3), -2 * phi(E(0.3), 2, 3)),
+    "vespo-rollout-on-policy": (config(surrogate="vespo", rollout_correction="truncate"), None,
+                                None, -1.3, 2.0, 2 * phi(E(0.3), 2, 3), -2 * phi(E(0.3), 2, 3)),
+    # |p - p_old| = 0.218 at -1.9 and 0.239 at -0.5, both over 0.2
+    "dppo_tv-on-policy": (TV, None, None, None, 2.0, 2.0, -2.0),
+    "dppo_tv-inside": (TV, -1.1, None, None, 2.0, 2 * E(0.1), -2 * E(0.1)),
+    "dppo_tv-above-positive": (TV, -1.9, None, None, 2.0, 0.0, 0.0),
+    "dppo_tv-above-negative": (TV, -1.9, None, None, -2.0, -2 * E(0.9), 2 * E(0.9)),
+    "dppo_tv-below-positive": (TV, -0.5, None, None, 2.0, 2 * E(-0.5), -2 * E(-0.5)),
+    "dppo_tv-below-negative": (TV, -0.5, None, None, -2.0, 0.0, 0.0),
+    "dppo_tv-far-above-negative": (TV, -51.0, None, None, -2.0, -40.0, 40.0),
+    # KL = 0.118 at -1.9, 0.288 at -3, 0.117 at -0.5
+    "dppo_kl-inside": (KL, -1.9, None, None, 2.0, 2 * E(0.9), -2 * E(0.9)),
+    "dppo_kl-above-positive": (KL, -3.0, None, None, 2.0, 0.0, 0.0),
+    "dppo_kl-above-negative": (KL, -3.0, None, None, -2.0, -2 * E(2), 2 * E(2)),
+    "dppo_kl-below-negative": (config(surrogate="dppo_kl", clip_eps_low=0.11), -0.5, None, None,
+                               -2.0, 0.0, 0.0),
+    "dppo_kl-far-above": (KL, -51.0, None, None, 2.0, 0.0, 0.0),
+    # -exp(x) A', x = log-ratio, at most 0.2 for A' > 0 and at least -0.2 for A' < 0
+    "gmpo-on-policy": (GMPO, None, None, None, 2.0, -2.0, -2.0),
+    "gmpo-inside": (GMPO, -1.1, None, None, 2.0, -2 * E(0.1), -2 * E(0.1)),
+    "gmpo-above-positive": (GMPO, -1.9, None, None, 2.0, -2 * E(0.2), 0.0),
+    "gmpo-above-negative": (GMPO, -1.9, None, None, -2.0, 2 * E(0.9), 2 * E(0.9)),
+    "gmpo-below-positive": (GMPO, -0.5, None, None, 2.0, -2 * E(-0.5), -2 * E(-0.5)),
+    "gmpo-below-negative": (GMPO, -0.5, None, None, -2.0, 2 * E(-0.2), 0.0),
+    "gmpo-far-above-negative": (GMPO, -51.0, None, None, -2.0, 2 * E(20), 2 * E(20)),
+    "gmpo-far-below-positive": (GMPO, 49.0, None, None, 2.0, -2 * E(-20), -2 * E(-20)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("loss_fn", ["oracle", "reference", "torch"])
+@pytest.mark.parametrize("loss_fn", ["oracle", "reference", "torch", "triton"])
 @pytest.mark.parametrize("case", ONE_TOKEN)
 def test_one_token_by_hand(case, loss_fn):
     config, old, ref, rollout, advantage, loss, dlogp = ONE_TOKEN[case]
@@ -73,14 +131,30 @@ def test_one_token_by_hand(case, loss_fn):
     assert given.dlogps().item() == pytest.approx(dlogp, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss_fn", ["oracle", "reference", "torch"])
-def test_sequence_ratio_by_hand(loss_fn):
-    # log-ratios 0.1 and 0.3: s = e^0.2 for both, inside the bounds 0.7 and 1.3; token weights 1, 3
+# Log-probs -1 and -2, log-ratios 0.1 and 0.3, token weights 1 and 3: (config, loss, dlogps).
+TWO_TOKENS = {
+    # s = e^0.2 for both, inside the bounds 0.7 and 1.3
+    "sequence": (config(ratio_level="sequence", clip_eps_low=0.3, clip_eps_high=0.3),
+                 -2 * E(0.2), [-0.5 * E(0.2), -1.5 * E(0.2)]),
+    # s = e^0.2; each token moves the sequence's ratio by half of its move
+    "gmpo-inside": (config(ratio_level="geometric_mean", clip_eps_high=0.3001), -2 * E(0.2),
+                    [-E(0.2), -E(0.2)]),
+    # the second log-ratio counts as 0.2 and gets no gradient: s = e^0.15
+    "gmpo-clipped": (config(ratio_level="geometric_mean"), -2 * E(0.15), [-E(0.15), 0.0]),
+    # w = e^0.4, the product of the ratios
+    "vespo": (VESPO, 3.5 * phi(E(0.4), 2, 3), [-0.5 * phi(E(0.4), 2, 3), -1.5 * phi(E(0.4), 2, 3)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", ["oracle", "reference", "torch", "triton"])
+@pytest.mark.parametrize("case", TWO_TOKENS)
+def test_one_sequence_by_hand(case, loss_fn):
+    config, loss, dlogps = TWO_TOKENS[case]
     given = given_logps([[-1.0, -2.0]])
     arguments = dict(
         old_logps=torch.tensor([[-1.1, -2.3]], dtype=torch.float64),
         token_weights=torch.tensor([[1.0, 3.0]], dtype=torch.float64),
-        config=config(ratio_level="sequence", clip_eps_low=0.3, clip_eps_high=0.3),
+        config=config,
     )
     positional = (given.hidden, given.head, given.ids, torch.tensor([1.0], dtype=torch.float64))
     if loss_fn == "oracle":
@@ -88,8 +162,8 @@ def test_sequence_ratio_by_hand(loss_fn):
     else:
         out = focal_policy_loss(*positional, **arguments, impl=loss_fn)
     out.loss.backward()
-    assert out.loss.item() == pytest.approx(-2 * E(0.2), rel=1e-12)
-    assert given.dlogps().tolist()[0] == pytest.approx([-0.5 * E(0.2), -1.5 * E(0.2)], rel=1e-12)
+    assert out.loss.item() == pytest.approx(loss, rel=1e-12)
+    assert given.dlogps().tolist()[0] == pytest.approx(dlogps, rel=1e-12)
 
 
 # Per-token losses 1, 2, 3 in row 0 (third masked or rejected) and 4 in row 1, as k1 against a ref.
@@ -201,9 +275,9 @@ def test_permuting_sequences_permutes_the_losses(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-@pytest.mark.parametrize("surrogate", ["clip", "cispo", "reinforce"])
-def test_scaling_advantages_scales_the_policy_term(surrogate, impl):
-    case = next(cases(f"{surrogate}-token-token_mean-nokl"))
+@pytest.mark.parametrize("surrogate,level", OBJECTIVES)
+def test_scaling_advantages_scales_the_policy_term(surrogate, level, impl):
+    case = next(cases(f"{surrogate}-{level}-token_mean-nokl"))
     arguments = case.arguments()
     out = focal_policy_loss(**arguments, impl=impl)
     scaled = {**arguments, "advantages": 3 * arguments["advantages"]}

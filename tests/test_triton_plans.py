@@ -7,7 +7,7 @@ import pytest
 import torch
 from loss_cases import assert_same, gradients, poisoned_memory
 from test_imports import run_python
-from test_plans import CHUNK, ROW_LOCAL, SEQUENCE, D, N, V, cost, full_inputs
+from test_plans import CHUNK, GMPO, ROW_LOCAL, SEQUENCE, VESPO, D, N, V, cost, full_inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fgrpo_kernels import (
@@ -105,7 +105,17 @@ def test_rows_without_a_gradient_leave_the_chunks(monkeypatch):
         torch.testing.assert_close(getattr(out, field), getattr(expected, field))
 
 
-@pytest.mark.parametrize("config", [ROW_LOCAL, SEQUENCE], ids=["row-local", "sequence"])
+MIXED = {
+    "row-local": ROW_LOCAL,
+    "sequence": SEQUENCE,
+    "sapo": PolicyLossConfig.sapo(rollout_correction="mask", rollout_max=1.05),
+    "dppo": PolicyLossConfig(surrogate="dppo_tv", clip_eps_low=0.02, clip_eps_high=0.02),
+    "gmpo": GMPO,
+    "vespo": VESPO,
+}
+
+
+@pytest.mark.parametrize("config", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("masked", [False, True])
 def test_mixed_rows_equal_the_reference(config, masked):
     inputs = make_inputs(4, 5, 6, 37, group_size=2, zero_advantage=0.5, dtype=torch.float64)
