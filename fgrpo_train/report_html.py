@@ -49,13 +49,14 @@ pre { background: white; border: 1px solid #e2e8f0; border-radius: 10px; padding
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in order of x."""
+    """Points (x, y) in order of x, and the interval (low, high) of each if there is one."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: str
     width: float = 2.0
     dots: bool = False
+    band: Sequence[tuple[float, float]] = ()
 
 
 def line_chart(curves: Sequence[Curve], *, x_label: str, log2_x: bool = False) -> str:
@@ -64,6 +65,7 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, log2_x: bool = False) -
     if not points:
         return '<p class="none">no values</p>'
     xs, ys = zip(*points, strict=True)
+    ys += tuple(y for curve in curves for interval in curve.band for y in interval)
     x_ticks = (
         sorted(set(xs))
         if log2_x
@@ -88,6 +90,12 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, log2_x: bool = False) -
     for curve in curves:
         at_points = [(x_scale(x), y_scale(y), x, y) for x, y in curve.points]
         path = " ".join(f"{px},{py}" for px, py, _, _ in at_points)
+        if curve.band:
+            ends = [*zip(at_points, curve.band, strict=True)]
+            low = [f"{at[0]},{y_scale(interval[0])}" for at, interval in ends]
+            high = [f"{at[0]},{y_scale(interval[1])}" for at, interval in reversed(ends)]
+            edge = " ".join(low + high)
+            parts.append(f'<polygon points="{edge}" fill="{curve.colour}" fill-opacity="0.18"/>')
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{curve.colour}" '
             f'stroke-width="{curve.width}" stroke-linejoin="round"/>'
@@ -181,7 +189,9 @@ def _pass_at_k_card(summary: dict[str, Any]) -> str:
 
 
 def _training_cards(summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
-    held_out = [(0.0, summary["success_start"]), (float(summary["steps"]), summary["success_end"])]
+    between = [(float(r["step"]), r["held_out"]["pass_at_1"]) for r in records if "held_out" in r]
+    start, end = (0.0, summary["success_start"]), (float(summary["steps"]), summary["success_end"])
+    held_out = [start, *between, end]
     cards = [
         _card(
             "Success rate",
