@@ -62,7 +62,10 @@ def evaluate_policies(evaluations: Sequence[Evaluation]) -> None:
 
     Raises: ConfigError if a folder holds samples of something else, or the two cannot be compared.
     """
-    check_comparable(*(settings_that_count(evaluation.config) for evaluation in evaluations))
+    settings = [settings_that_count(evaluation.config) for evaluation in evaluations]
+    check_comparable(*settings)
+    for evaluation, entries in zip(evaluations, settings, strict=True):
+        folder_of(evaluation).check(entries)  # before the first is sampled, which may take long
     ranks = join_processes()
     transformers.utils.logging.disable_progress_bar()
     folders = [sample_policy(evaluation, ranks) for evaluation in evaluations]
@@ -72,6 +75,11 @@ def evaluate_policies(evaluations: Sequence[Evaluation]) -> None:
         print(compare_folders(*folders))
     else:
         print(report(folders[0]))
+
+
+def folder_of(evaluation: Evaluation) -> EvaluationFolder:
+    """Where an evaluation lies."""
+    return EvaluationFolder(evaluation.target.folder(evaluation.config.run.output_dir))
 
 
 def join_processes() -> Ranks:
@@ -85,14 +93,14 @@ def join_processes() -> Ranks:
 
 def sample_policy(evaluation: Evaluation, ranks: Ranks) -> EvaluationFolder:
     """Draw what is not in the policy's folder yet, a chunk at a time."""
-    config, target = evaluation.config, evaluation.target
-    model, tokenizer = target.load()
+    config = evaluation.config
+    model, tokenizer = evaluation.target.load()
     prompts = CountdownTask().held_out_prompts(tokenizer)[: config.evaluation.max_prompts]
     fingerprint = fingerprint_of(config, prompts, model)
     chunks = plan_chunks(
         prompts, samples_per_prompt=config.evaluation.samples, seed=EVALUATION_SEED
     )
-    folder = EvaluationFolder(target.folder(config.run.output_dir))
+    folder = folder_of(evaluation)
     folder.check(fingerprint)  # by every process, so that all of them stop
     [finished, *_] = ranks.gather(folder.open(fingerprint, chunks) if ranks.rank == 0 else None)
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

@@ -57,10 +57,12 @@ class EvaluationFolder:
         return self.path / "passk.svg"
 
     def check(self, fingerprint: Fingerprint) -> None:
-        """Raises: ConfigError if the folder holds samples of something else."""
+        """Raises: ConfigError if the folder holds samples of something else than these entries."""
         if not self.fingerprint.exists():
             return
-        for name, (old, new) in differences(self.read_fingerprint(), fingerprint).items():
+        held = self.read_fingerprint()
+        held = {name: held.get(name) for name in fingerprint}
+        for name, (old, new) in differences(held, fingerprint).items():
             raise ConfigError(
                 f"{self.path} holds samples with {name} = {old}, now it is {new}: "
                 f"{_way_back(name, old)}, or move that folder away to begin again"
@@ -129,8 +131,7 @@ class EvaluationFolder:
 
 def differences(first: Fingerprint, second: Fingerprint) -> dict[str, tuple[Any, Any]]:
     """What differs, with both values."""
-    names = [*first, *(name for name in second if name not in first)]
-    values = {name: (first.get(name), second.get(name)) for name in names}
+    values = {name: (first.get(name), second.get(name)) for name in first | second}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,10 @@ from fgrpo_train.evaluation_statistics import (
     Estimate,
     subsample_size,
 )
-from fgrpo_train.report_html import BLUE, GREY, HEIGHT, ORANGE, WIDTH, Curve, line_chart
+from fgrpo_train.passk_plot import BLUE, GREY, ORANGE, Band, Panel, plot
 
 OVER_PROMPTS = f"{LEVEL:.0%} percentile bootstrap over prompts, {RESAMPLES} resamples"
-_CSS = (
-    "text { font: 11.5px system-ui, sans-serif; fill: #64748b; } .grid { stroke: #e8edf3; } "
-    ".title { font-size: 14px; font-weight: 600; fill: #0f172a; }"
-)
-HEAD = 46
-"""Height of a panel's title and legend."""
+TITLE = "pass@k on held-out prompts"
 
 
 @dataclass(frozen=True)
@@ -49,9 +43,11 @@ class Result:
             "num_prompts": len(self.correct),
             "excluded_prompts": self.num_excluded,
             "samples_per_prompt": self.num_samples,
-            "interval": OVER_PROMPTS,
-            "pass_at_k": {str(k): asdict(estimate) for k, estimate in self.pass_at_k.items()},
-            "distinct_correct": asdict(self.distinct_correct),
+            "pass_at_k": {str(k): e.value for k, e in self.pass_at_k.items()},
+            "interval": {str(k): [e.low, e.high] for k, e in self.pass_at_k.items()},
+            "distinct_correct": self.distinct_correct.value,
+            "distinct_correct_interval": [self.distinct_correct.low, self.distinct_correct.high],
+            "intervals": OVER_PROMPTS,
             "fingerprint": self.fingerprint,
         }
 
@@ -138,58 +134,17 @@ def files_text(folder: Path, files: Sequence[Path]) -> str:
 
 
 def result_plot(result: Result) -> str:
-    """The curve of pass@k over k with its band, a whole SVG file."""
-    curve = _curve(result.label, result.pass_at_k, BLUE)
-    return _svg([("pass@k on held-out prompts", [curve])])
+    """The curve of pass@k over k, an SVG file."""
+    return plot([Panel(TITLE, [Band(result.label, result.pass_at_k, BLUE)])])
 
 
 def comparison_plot(comparison: Comparison) -> str:
-    """Both curves, and below them their difference, a whole SVG file."""
+    """Both curves, and below them their difference, an SVG file."""
     first, second = comparison.first, comparison.second
-    curves = [
-        _curve(first.label, first.pass_at_k, GREY),
-        _curve(second.label, second.pass_at_k, BLUE),
-    ]
-    found = {k: difference.over_prompts for k, difference in comparison.differences.items()}
+    bands = [Band(first.label, first.pass_at_k, GREY), Band(second.label, second.pass_at_k, BLUE)]
+    change = {k: found.over_prompts for k, found in comparison.differences.items()}
     name = "second - first, with the paired interval"
-    return _svg(
-        [
-            ("pass@k on held-out prompts", curves),
-            ("Difference of pass@k", [_curve(name, found, ORANGE)]),
-        ]
-    )
-
-
-def _curve(name: str, estimates: dict[int, Estimate], colour: str) -> Curve:
-    return Curve(
-        name,
-        [(float(k), estimate.value) for k, estimate in estimates.items()],
-        colour,
-        dots=True,
-        band=[(estimate.low, estimate.high) for estimate in estimates.values()],
-    )
-
-
-def _svg(panels: Sequence[tuple[str, Sequence[Curve]]]) -> str:
-    height = len(panels) * (HEAD + HEIGHT)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}"><style>{_CSS}</style>'
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
-    ]
-    for number, (title, curves) in enumerate(panels):
-        top = number * (HEAD + HEIGHT)
-        parts.append(f'<text class="title" x="14" y="{top + 20}">{escape(title)}</text>')
-        for column, curve in enumerate(curves):
-            left = 14 + column * (WIDTH - 28) // len(curves)
-            parts.append(
-                f'<rect x="{left}" y="{top + 31}" width="14" height="3" fill="{curve.colour}"/>'
-                f'<text x="{left + 19}" y="{top + 37}">{escape(curve.name)}</text>'
-            )
-        chart = line_chart(curves, x_label="k", log2_x=True)
-        size = f'y="{top + HEAD}" width="{WIDTH}" height="{HEIGHT}" '
-        parts.append(chart.replace("<svg ", f"<svg {size}", 1))
-    return "".join(parts) + "</svg>"
+    return plot([Panel(TITLE, bands), Panel("Difference", [Band(name, change, ORANGE)])])
 
 
 def _size(result: Result) -> str:

@@ -49,14 +49,13 @@ pre { background: white; border: 1px solid #e2e8f0; border-radius: 10px; padding
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in order of x, and the interval (low, high) of each if there is one."""
+    """Points (x, y) in order of x."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: str
     width: float = 2.0
     dots: bool = False
-    band: Sequence[tuple[float, float]] = ()
 
 
 def line_chart(curves: Sequence[Curve], *, x_label: str, log2_x: bool = False) -> str:
@@ -65,7 +64,6 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, log2_x: bool = False) -
     if not points:
         return '<p class="none">no values</p>'
     xs, ys = zip(*points, strict=True)
-    ys += tuple(y for curve in curves for interval in curve.band for y in interval)
     x_ticks = (
         sorted(set(xs))
         if log2_x
@@ -90,12 +88,6 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, log2_x: bool = False) -
     for curve in curves:
         at_points = [(x_scale(x), y_scale(y), x, y) for x, y in curve.points]
         path = " ".join(f"{px},{py}" for px, py, _, _ in at_points)
-        if curve.band:
-            ends = [*zip(at_points, curve.band, strict=True)]
-            low = [f"{at[0]},{y_scale(interval[0])}" for at, interval in ends]
-            high = [f"{at[0]},{y_scale(interval[1])}" for at, interval in reversed(ends)]
-            edge = " ".join(low + high)
-            parts.append(f'<polygon points="{edge}" fill="{curve.colour}" fill-opacity="0.18"/>')
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{curve.colour}" '
             f'stroke-width="{curve.width}" stroke-linejoin="round"/>'
