@@ -66,6 +66,12 @@ def evaluate_policies(evaluations: Sequence[Evaluation]) -> None:
     check_comparable(*settings)
     for evaluation, entries in zip(evaluations, settings, strict=True):
         folder_of(evaluation).check(entries)  # before the first is sampled, which may take long
+    first, last = evaluations[0], evaluations[-1]
+    if folder_of(first) == folder_of(last) and first.target != last.target:
+        raise ConfigError(
+            f"cannot compare: {first.target.policy} and {last.target.policy} have the same name, "
+            f"so both would be kept in {folder_of(first).path}: rename one of them"
+        )
     ranks = join_processes()
     transformers.utils.logging.disable_progress_bar()
     folders = [sample_policy(evaluation, ranks) for evaluation in evaluations]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import fgrpo_train
+from fgrpo_train.command_line import parse_command
 from fgrpo_train.evaluation import pass_at_k
 from fgrpo_train.rollout import HFEngine
 from fgrpo_train.run import main
@@ -197,6 +199,18 @@ def test_two_policies_are_compared_and_again_without_sampling(run_folder, tmp_pa
     assert capsys.readouterr().out == table
 
 
+def test_settings_come_from_the_config_given_else_the_run_else_the_other_run(run_folder, tmp_path):
+    def of(*arguments):
+        command = parse_command(["--evaluate", *map(str, arguments)])
+        return [e.config.evaluation.max_prompts for e in command.evaluations]
+
+    (tmp_path / "my.yaml").write_text("evaluation: {max_prompts: 3}")
+    assert of(run_folder) == [8] and of("tiny-countdown") == [None]
+    assert of("tiny-countdown", run_folder) == [8, 8]
+    assert of("tiny-countdown", run_folder, "--config", tmp_path / "my.yaml") == [3, 3]
+    assert of(run_folder, "--evaluation.max_prompts", "5") == [5]
+
+
 def test_unfinished_prompts_are_left_out_and_counted(whole, tmp_path, capsys):
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
@@ -256,6 +270,15 @@ def test_different_prompts_are_not_compared(whole, tmp_path, capsys):
         (second / name).write_bytes(content)
     assert main(["--compare", str(first), str(second)]) == 2
     assert "cannot compare: evaluation.samples is 64 and 512" in capsys.readouterr().err
+
+
+def test_two_policies_of_one_name_are_not_kept_in_one_folder(tmp_path, capsys):
+    copy = tmp_path / "tiny-countdown"
+    shutil.copytree(RUN.parent / "assets" / "tiny-countdown", copy)
+    output = ["--output_dir", str(tmp_path / "runs")]
+    assert main(["--evaluate", "tiny-countdown", str(copy), *SMALL, *output]) == 2
+    assert "have the same name" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_without_a_finished_step_and_a_policy_that_is_behind(run_folder, tmp_path, capsys):
