@@ -23,6 +23,7 @@ from fgrpo_train.config import (
     find_config,
     read_yaml,
 )
+from fgrpo_train.evaluation_target import Evaluation, find_target
 from fgrpo_train.settings import ConfigError, TrainConfig
 
 DEFAULT_CONFIG = "tiny-cpu"
@@ -45,8 +46,10 @@ examples:
   deepspeed fgrpo_train/run.py --resume runs/tiny-cpu     go on after a stop
   deepspeed fgrpo_train/run.py --resume runs/tiny-cpu --steps 240      train it longer
   python fgrpo_train/run.py                               one process, without the launcher
+  python fgrpo_train/run.py --evaluate runs/tiny-cpu      pass@1 ... pass@256 with intervals
+  python fgrpo_train/run.py --evaluate tiny-countdown runs/tiny-cpu    two policies compared
 
-Stop a run with Ctrl-C at any time: its state is saved after every step.
+Stop a run or an evaluation with Ctrl-C at any time: what is finished is kept.
 """
 
 
@@ -57,6 +60,10 @@ class Command:
     config: TrainConfig
     default_name: str
     resume: Path | None
+    evaluations: tuple[Evaluation, ...] = ()
+    """Policies to evaluate instead of training."""
+    compare: tuple[Path, ...] = ()
+    """Folders of two evaluations to compare instead of training."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
     """An option for every setting, with its meaning and default."""
     root = _Parser(
         prog="run.py",
-        usage="run.py [--config FILE | --resume RUN] [--section.key VALUE ...]",
+        usage="run.py [--config FILE | --resume RUN | --evaluate PATH [PATH] | "
+        "--compare FOLDER FOLDER] [--section.key VALUE ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,6 +87,11 @@ def parser() -> argparse.ArgumentParser:
                       f"[{DEFAULT_CONFIG}: fgrpo_train/configs/{DEFAULT_CONFIG}.yaml]")  # fmt: skip
     root.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its "
                       "own settings; only --steps may be given besides")  # fmt: skip
+    root.add_argument("--evaluate", metavar="PATH", nargs="+", help="estimate pass@k of a run, a "
+                      "checkpoint (runs/x/checkpoints/step-000012) or a policy, or of two and "
+                      "compare them, with their run's settings; goes on after a stop")  # fmt: skip
+    root.add_argument("--compare", metavar="FOLDER", nargs=2, help="compare two evaluations that "
+                      "are there already (runs/x/evaluation/step-000100)")  # fmt: skip
     root.add_argument("--local_rank", help=argparse.SUPPRESS)  # added by the deepspeed launcher
     for section, cls in SECTIONS.items():
         summary = inspect.getdoc(cls) or ""
@@ -125,6 +138,15 @@ def parse_command(argv: Sequence[str]) -> Command:
     options = vars(namespace)
     options.pop("local_rank", None)
     config_name, resume = options.pop("config", None), options.pop("resume", None)
+    evaluate, compare = options.pop("evaluate", None), options.pop("compare", None)
+    if sum(mode is not None for mode in (resume, evaluate, compare)) > 1:
+        raise ConfigError("expected only one of --resume, --evaluate and --compare")
+    if evaluate is not None:
+        return _evaluate_command(evaluate, config_name, options)
+    if compare is not None:
+        if options or config_name:
+            raise ConfigError("--compare reads what is there: no settings may be given besides")
+        return Command(build({}), "", None, compare=tuple(map(Path, compare)))
     if resume is not None:
         return _resume_command(Path(resume), config_name, options)
     path = find_config(config_name or DEFAULT_CONFIG)
@@ -141,3 +163,27 @@ def _resume_command(folder: Path, config_name: str | None, options: dict[str, An
             f"--resume goes on with {saved}; only --steps may change: remove --{refused[0]}"
         )
     return Command(build(read_yaml(saved) | options), default_name=folder.name, resume=folder)
+
+
+def _evaluate_command(
+    paths: list[str], config_name: str | None, options: dict[str, Any]
+) -> Command:
+    """Each policy with the settings of its run, or of the other's, or the default ones."""
+    if len(paths) > 2:
+        raise ConfigError(f"--evaluate: expected one policy or two, got {len(paths)}")
+    if "policy.path" in options:
+        raise ConfigError("--evaluate names the policy: remove --policy.path")
+    targets = [find_target(path) for path in paths]
+    if config_name:
+        file = read_yaml(find_config(config_name))
+        values = [file for _ in targets]
+    else:
+        own = [target.settings() for target in targets]
+        known = [settings for settings in own if settings is not None]
+        shared = known[0] if known else read_yaml(find_config(DEFAULT_CONFIG))
+        values = [shared if settings is None else settings for settings in own]
+    evaluations = [
+        Evaluation(target, build(settings | options))
+        for target, settings in zip(targets, values, strict=True)
+    ]
+    return Command(evaluations[0].config, "", None, evaluations=tuple(evaluations))

@@ -1,9 +1,19 @@
-"""Evaluation: success rate and unbiased pass@k on a fixed set of prompts, with fixed seeds."""
+"""Evaluation: samples of fixed prompts with fixed seeds, counted, and the unbiased pass@k.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+The work is planned as chunks, one call to the engine each. A chunk's prompts, size and seed follow
+from the prompts and the evaluation's seed alone, so neither the number of processes nor a stop in
+between changes what is counted.
+"""
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fgrpo_train.prompts import Prompt
@@ -12,6 +22,49 @@ from fgrpo_train.rollout import RolloutEngine, Sampling
 
 # Bounds the memory of one call to the engine; larger calls were not faster per sample.
 MAX_SEQUENCES_PER_CALL = 2048
+
+EVALUATION_SEED = 1
+"""The same in every run, so that policies are compared on the same draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One call to the engine: so many completions of each of the prompts."""
+
+    prompts: tuple[Prompt, ...]
+    samples: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the completions of one prompt were.
+
+    distinct: digests of the different right completions, sorted.
+    seeds: of the calls that drew them.
+    """
+
+    prompt_id: str
+    samples: int
+    correct: int
+    distinct: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that share an evaluation, and which one this is."""
+
+    rank: int = 0
+    count: int = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process, on every process."""
+        if self.count == 1:
+            return [value]
+        values = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +106,107 @@ def pass_at_k(num_samples: int, num_correct: torch.Tensor, k: int) -> torch.Tens
     return 1 - (wrong_left / (num_samples - drawn)).prod(-1)
 
 
+def plan_chunks(prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int) -> list[Chunk]:
+    """The calls that give each prompt its samples, none of more than MAX_SEQUENCES_PER_CALL.
+
+    Several prompts share a call where they fit; one with more samples takes several calls. The seed
+    of a call is a function of the evaluation's seed, the ids of its prompts and its first sample.
+
+    Raises: ValueError if there are no prompts or samples, or if two prompts have the same id.
+    """
+    if not prompts or samples_per_prompt < 1:
+        raise ValueError(
+            f"expected prompts and samples_per_prompt >= 1, received {len(prompts)} prompts, "
+            f"samples_per_prompt {samples_per_prompt}"
+        )
+    [(prompt_id, times)] = Counter(prompt.id for prompt in prompts).most_common(1)
+    if times > 1:
+        raise ValueError(f"expected prompts with different ids, received {prompt_id!r} {times}x")
+    per_call = max(1, MAX_SEQUENCES_PER_CALL // samples_per_prompt)
+    return [
+        Chunk(
+            prompts=part,
+            samples=min(MAX_SEQUENCES_PER_CALL, samples_per_prompt - first),
+            seed=_seed(seed, first, part),
+        )
+        for start in range(0, len(prompts), per_call)
+        for part in [tuple(prompts[start : start + per_call])]
+        for first in range(0, samples_per_prompt, MAX_SEQUENCES_PER_CALL)
+    ]
+
+
+def _seed(seed: int, first_sample: int, prompts: Iterable[Prompt]) -> int:
+    # A string is hashed whole: seeds of different chunks do not coincide by arithmetic.
+    text = f"{seed}/{first_sample}/{'/'.join(prompt.id for prompt in prompts)}"
+    return random.Random(text).getrandbits(63)
+
+
+def sample_chunk(
+    engine: RolloutEngine,
+    chunk: Chunk,
+    verifier: Verifier,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+) -> list[Counts]:
+    """Sample and score one chunk; the counts of its prompts, in order.
+
+    A completion counts as right if its reward is exactly 1; one without a verdict does not.
+    """
+    rollouts = engine.generate(
+        chunk.prompts, group_size=chunk.samples, sampling=sampling, seed=chunk.seed
+    )
+    correct = score(verifier, chunk.prompts, rollouts, tokenizer) == 1
+    texts = completion_texts(rollouts, tokenizer)
+    right: list[list[str]] = [[] for _ in chunk.prompts]
+    for index, text, is_right in zip(
+        rollouts.prompt_index.tolist(), texts, correct.tolist(), strict=True
+    ):
+        if is_right:
+            right[index].append(_digest(text))
+    return [
+        Counts(prompt.id, chunk.samples, len(digests), tuple(sorted(set(digests))), (chunk.seed,))
+        for prompt, digests in zip(chunk.prompts, right, strict=True)
+    ]
+
+
+def _digest(text: str) -> str:
+    """Stands for a completion in counts of different ones: 64 bits, whatever its length."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+def sample_chunks(
+    engine: RolloutEngine,
+    chunks: Sequence[Chunk],
+    verifier: Verifier,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sampling: Sampling,
+    ranks: Ranks,
+) -> Iterator[list[Counts]]:
+    """The counts of every chunk in order, on every process; the processes take turns."""
+    for start in range(0, len(chunks), ranks.count):
+        own: list[Counts] = []
+        if start + ranks.rank < len(chunks):
+            chunk = chunks[start + ranks.rank]
+            own = sample_chunk(engine, chunk, verifier, tokenizer, sampling)
+        yield from (counts for counts in ranks.gather(own) if counts)
+
+
+def add_up(counts: Iterable[Counts]) -> dict[str, Counts]:
+    """The counts of each prompt over all its chunks, by id, in order of first appearance."""
+    totals: dict[str, Counts] = {}
+    for part in counts:
+        whole = totals.get(part.prompt_id)
+        totals[part.prompt_id] = part if whole is None else replace(
+            part,
+            samples=whole.samples + part.samples,
+            correct=whole.correct + part.correct,
+            distinct=tuple(sorted({*whole.distinct, *part.distinct})),
+            seeds=whole.seeds + part.seeds,
+        )  # fmt: skip
+    return totals
+
+
 def evaluate(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
@@ -63,41 +217,38 @@ def evaluate(
     sampling: Sampling,
     seed: int,
     ks: Sequence[int],
+    ranks: Ranks | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationResult:
-    """Sample and score; the same engine weights, prompts and seed give the same result.
+    """Sample, score and take the means, on every process.
 
-    A completion counts as right if its reward is exactly 1; one without a verdict does not.
+    The same engine weights, prompts and seed give the same result, whatever the number of
+    processes.
 
     Args:
-        progress: called with (prompts done, prompts in all) after each call to the engine.
+        ranks: the processes that share the work; None: this one alone.
+        progress: called with (completions done, completions in all) after each chunk.
     Raises: ValueError if there are no prompts, or a k exceeds samples_per_prompt.
     """
-    if not prompts or not all(1 <= k <= samples_per_prompt for k in ks):
+    chunks = plan_chunks(prompts, samples_per_prompt=samples_per_prompt, seed=seed)
+    if not all(1 <= k <= samples_per_prompt for k in ks):
         raise ValueError(
-            f"expected prompts and every k in 1..samples_per_prompt, received {len(prompts)} "
-            f"prompts, ks {list(ks)}, samples_per_prompt {samples_per_prompt}"
+            f"expected every k in 1..samples_per_prompt, received ks {list(ks)}, "
+            f"samples_per_prompt {samples_per_prompt}"
         )
-    num_correct, num_distinct = [], []
-    prompts_per_call = max(1, MAX_SEQUENCES_PER_CALL // samples_per_prompt)
-    for start in range(0, len(prompts), prompts_per_call):
-        part = prompts[start : start + prompts_per_call]
-        rollouts = engine.generate(
-            part, group_size=samples_per_prompt, sampling=sampling, seed=seed + start
-        )
-        correct = score(verifier, part, rollouts, tokenizer) == 1
-        texts = completion_texts(rollouts, tokenizer)
-        for group in torch.arange(len(texts)).view(len(part), samples_per_prompt):
-            right = [texts[i] for i in group.tolist() if correct[i]]
-            num_correct.append(len(right))
-            num_distinct.append(len(set(right)))
+    counts: list[Counts] = []
+    for part in sample_chunks(
+        engine, chunks, verifier, tokenizer, sampling=sampling, ranks=ranks or Ranks()
+    ):
+        counts += part
         if progress is not None:
-            progress(start + len(part), len(prompts))
-    counts = torch.tensor(num_correct)
+            progress(sum(c.samples for c in counts), len(prompts) * samples_per_prompt)
+    totals = add_up(counts).values()
+    correct = torch.tensor([total.correct for total in totals])
     return EvaluationResult(
-        success=float(counts.double().mean() / samples_per_prompt),
-        pass_at_k={k: float(pass_at_k(samples_per_prompt, counts, k).mean()) for k in ks},
+        success=float(correct.double().mean() / samples_per_prompt),
+        pass_at_k={k: float(pass_at_k(samples_per_prompt, correct, k).mean()) for k in ks},
         num_prompts=len(prompts),
         samples_per_prompt=samples_per_prompt,
-        distinct_correct=sum(num_distinct) / len(prompts),
+        distinct_correct=sum(len(total.distinct) for total in totals) / len(prompts),
     )

@@ -181,7 +181,9 @@ def _pass_at_k_card(summary: dict[str, Any]) -> str:
 
 
 def _training_cards(summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
-    held_out = [(0.0, summary["success_start"]), (float(summary["steps"]), summary["success_end"])]
+    between = [(float(r["step"]), r["held_out"]["pass_at_1"]) for r in records if "held_out" in r]
+    start, end = (0.0, summary["success_start"]), (float(summary["steps"]), summary["success_end"])
+    held_out = [start, *between, end]
     cards = [
         _card(
             "Success rate",

@@ -47,11 +47,15 @@ class Reporter:
         self._board.close()
 
 
-def progress_bar(title: str, total: int, *, unit: str, initial: int = 0) -> tqdm:
-    """A bar on the terminal; in a log file, a line every ten seconds."""
+def progress_bar(
+    title: str, total: int, *, unit: str, initial: int = 0, shown: bool = True
+) -> tqdm:
+    """A bar on the terminal; in a log file, a line every ten seconds. One within another goes."""
     return tqdm(
         total=total,
         initial=initial,
+        disable=not shown,
+        leave=None,
         desc=f"{title:<18}",
         unit=unit,
         mininterval=0.2 if sys.stderr.isatty() else 10.0,

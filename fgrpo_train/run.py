@@ -1,4 +1,4 @@
-"""Train a policy: `deepspeed fgrpo_train/run.py`. `--help` explains every setting."""
+"""Train a policy, or evaluate one: `deepspeed fgrpo_train/run.py`. `--help` explains it all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 # slower as soon as another program wants one of the cores; threads that sleep hardly lose.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from fgrpo_train.command_line import parse_command  # noqa: E402
+from fgrpo_train.command_line import Command, parse_command  # noqa: E402
 from fgrpo_train.config import find_policy  # noqa: E402
 from fgrpo_train.run_folder import RunFolder  # noqa: E402
 from fgrpo_train.settings import ConfigError, TrainConfig  # noqa: E402
@@ -28,9 +28,12 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
-    folder = None
+    folder, command = None, None
     try:
         command = parse_command(argv)
+        if command.evaluations or command.compare:
+            evaluate(command)
+            return 0
         find_policy(command.config.policy.path)
         folder = (
             RunFolder(command.resume, new=False)
@@ -44,7 +47,9 @@ def main(argv: list[str]) -> int:
         _say(f"run.py: error: {error}")
         return 2
     except KeyboardInterrupt:
-        if folder is None or not folder.path.exists():
+        if command and command.evaluations:
+            _say("\nStopped; finished samples are kept. The same command goes on.")
+        elif folder is None or not folder.path.exists():
             _say("\nStopped before the run began.")
         else:
             _say(
@@ -53,6 +58,18 @@ def main(argv: list[str]) -> int:
             )
         return 130
     return 0
+
+
+def evaluate(command: Command) -> None:
+    """Evaluate one or two policies, or compare what is there."""
+    from fgrpo_train.evaluation_command import compare_folders, evaluate_policies
+    from fgrpo_train.evaluation_folder import EvaluationFolder
+
+    if command.compare:
+        first, second = map(EvaluationFolder, command.compare)
+        print(compare_folders(first, second))
+    else:
+        evaluate_policies(command.evaluations)
 
 
 def build_trainer(config: TrainConfig) -> Trainer:

@@ -90,24 +90,38 @@ class OptimisationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """The held-out prompts, before and after training, with the same seed in every run."""
+    """Held-out prompts: before, in and after training, and by --evaluate; one seed for all runs."""
 
     samples_per_prompt: int = 32
-    """Completions of each held-out prompt; pass@k is estimated for k = 1, 2, 4, ... up to it."""
+    """In a training run: completions of each held-out prompt; pass@k is estimated for k = 1, 2,
+    4, ... up to it."""
+
+    every: int | None = None
+    """In a training run: evaluate after every so many steps too; none: only before and after."""
+
+    samples: int = 1024
+    """With --evaluate: completions of each held-out prompt; k goes up to it, and to 256."""
 
     max_prompts: int | None = None
     """Evaluate the first so many held-out prompts only; none: all."""
 
     def __post_init__(self) -> None:
-        samples = self.samples_per_prompt
-        _require("evaluation.samples_per_prompt", samples >= 1, ">= 1", samples)
-        limit = self.max_prompts
-        _require("evaluation.max_prompts", limit is None or limit >= 1, "none or >= 1", limit)
+        for name in ("samples_per_prompt", "samples"):
+            value = getattr(self, name)
+            _require(f"evaluation.{name}", value >= 1, ">= 1", value)
+        for name in ("every", "max_prompts"):
+            value = getattr(self, name)
+            _require(f"evaluation.{name}", value is None or value >= 1, "none or >= 1", value)
 
     @property
     def ks(self) -> list[int]:
         """1, 2, 4, ... up to samples_per_prompt."""
-        return [2**n for n in range(self.samples_per_prompt.bit_length())]
+        return powers_of_two(self.samples_per_prompt)
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """1, 2, 4, ... up to `largest`."""
+    return [2**n for n in range(largest.bit_length())]
 
 
 @dataclass(frozen=True, kw_only=True)

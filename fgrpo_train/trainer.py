@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from fgrpo_kernels import GroupAdvantages, group_advantages
 from fgrpo_train.batching import Batch, make_batch, mini_batches
 from fgrpo_train.checkpoint import latest_checkpoint, save_checkpoint
-from fgrpo_train.evaluation import evaluate
+from fgrpo_train.evaluation import EVALUATION_SEED, Ranks, evaluate
 from fgrpo_train.learner import Denominators, Learner, Update
 from fgrpo_train.prompts import Prompt, prompt_batch
 from fgrpo_train.reporting import Reporter, finish, make_summary, progress_bar
@@ -27,9 +27,6 @@ from fgrpo_train.rollout import RolloutEngine, Rollouts, Sampling
 from fgrpo_train.run_folder import RunFolder
 from fgrpo_train.selection import drop_inactive
 from fgrpo_train.settings import ConfigError, TrainConfig
-
-EVALUATION_SEED = 1
-"""The same in every run, so that runs are compared on the same draws."""
 
 
 @dataclass
@@ -185,13 +182,14 @@ class Trainer:
         }
 
     def evaluate(self, title: str) -> dict[str, Any]:
-        """Success rate and pass@k on the held-out prompts, with a progress bar."""
-        settings = self.config.evaluation
+        """Success rate and pass@k on the held-out prompts, shared among the processes."""
+        settings, learner = self.config.evaluation, self.learner
         prompts = self.held_out_prompts[: settings.max_prompts]
-        with progress_bar(title, len(prompts), unit="prompt") as bar:
+        completions = len(prompts) * settings.samples_per_prompt
+        with progress_bar(title, completions, unit="completion", shown=learner.rank == 0) as bar:
 
-            def show(prompts_done: int, _: int) -> None:
-                bar.update(prompts_done - bar.n)
+            def show(done: int, _: int) -> None:
+                bar.update(done - bar.n)
 
             result = evaluate(
                 self.engine,
@@ -202,16 +200,29 @@ class Trainer:
                 sampling=self.sampling,
                 seed=EVALUATION_SEED,
                 ks=settings.ks,
+                ranks=Ranks(learner.rank, learner.world_size),
                 progress=show,
             )
         return asdict(result) | {"pass_at_k": {str(k): p for k, p in result.pass_at_k.items()}}
+
+    def held_out(self, step: int) -> dict[str, Any]:
+        """What a step's record says of the held-out prompts: nothing unless their turn has come.
+
+        After the last step the run is evaluated anyway.
+        """
+        every, finished = self.config.evaluation.every, step + 1
+        if every is None or finished % every or finished == self.config.run.steps:
+            return {}
+        found = self.evaluate(f"held out, step {finished}")
+        numbers = {f"pass_at_{k}": value for k, value in found["pass_at_k"].items()}
+        return {"held_out": numbers | {"distinct_correct": found["distinct_correct"]}}
 
 
 def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
     """Evaluate, take the steps that are left, evaluate, and write the summary.
 
-    Every step is saved, so that a stop loses at most the step under way. The first process does
-    what is not training; the others wait for it.
+    Every step is saved, so that a stop loses at most the step under way. All processes train and
+    evaluate; the first one writes.
 
     Args:
         folder: where to write; one that holds a checkpoint is continued.
@@ -226,12 +237,13 @@ def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
             f"{folder.path}/: {config.run.steps} steps of {config.data.prompts_per_step} prompts x "
             f"{config.sampling.group_size} completions. Stop it with Ctrl-C at any time."
         )
-        saved = saved or {"before": trainer.evaluate("held out, before"), "wall_seconds": 0.0}
+    saved = saved or {"before": trainer.evaluate("held out, before"), "wall_seconds": 0.0}
+    if learner.rank == 0:
         started -= saved["wall_seconds"]
         reporter = Reporter(folder, steps=config.run.steps, finished=finished)
     try:
         for step in range(finished, config.run.steps):
-            record = trainer.step(step)
+            record = trainer.step(step) | trainer.held_out(step)
             if reporter:
                 reporter.step(record)
                 saved["wall_seconds"] = time.monotonic() - started
@@ -239,8 +251,8 @@ def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
     finally:
         if reporter:
             reporter.close()
+    after = trainer.evaluate("held out, after")
     if reporter:
-        after = trainer.evaluate("held out, after")
         learner.model.save_pretrained(folder.policy)
         trainer.tokenizer.save_pretrained(folder.policy)
         wall_seconds = time.monotonic() - started

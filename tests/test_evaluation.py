@@ -9,7 +9,15 @@ import torch
 
 from fgrpo_train import evaluation
 from fgrpo_train.base_policy import make_tokenizer
-from fgrpo_train.evaluation import evaluate, pass_at_k
+from fgrpo_train.evaluation import (
+    Counts,
+    Ranks,
+    add_up,
+    evaluate,
+    pass_at_k,
+    plan_chunks,
+    sample_chunks,
+)
 from fgrpo_train.prompts import Prompt
 from fgrpo_train.rewards import CountdownVerifier
 from fgrpo_train.rollout import Rollouts, Sampling
@@ -34,12 +42,28 @@ def test_pass_at_k_equals_the_binomial_formula(num_samples):
         )
 
 
-def test_pass_at_k_counts_the_subsets_with_a_right_answer():
-    right = [True, False, False, True, False]
-    subsets = list(combinations(right, 3))
-    expected = sum(any(subset) for subset in subsets) / len(subsets)
-    assert expected == 0.9
-    assert pass_at_k(5, torch.tensor(2), 3).item() == pytest.approx(0.9, abs=6 * EPS)
+@pytest.mark.parametrize("num_correct", range(7))
+def test_pass_at_k_counts_the_subsets_with_a_right_answer(num_correct):
+    """By its definition: the share of the k-subsets of 6 completions that hold a right one."""
+    right = [True] * num_correct + [False] * (6 - num_correct)
+    for k in range(1, 7):
+        subsets = list(combinations(right, k))
+        expected = sum(any(subset) for subset in subsets) / len(subsets)
+        found = pass_at_k(6, torch.tensor(num_correct), k).item()
+        assert found == pytest.approx(expected, abs=2 * k * EPS)
+
+
+def test_pass_at_k_of_1024_samples_is_that_of_whole_numbers():
+    """C(1024, 256) has 249 digits; every count, at the smallest and largest k of a table."""
+    counts = torch.arange(1025)
+    for k in (1, 2, 128, 256):
+        exact = [float(1 - Fraction(comb(1024 - c, k), comb(1024, k))) for c in range(1025)]
+        torch.testing.assert_close(
+            pass_at_k(1024, counts, k),
+            torch.tensor(exact, dtype=torch.float64),
+            rtol=0,
+            atol=2 * k * EPS,
+        )
 
 
 def test_pass_at_k_is_exact_at_the_edges_and_stable_for_many_samples():
@@ -125,8 +149,43 @@ def test_parts_differ_in_seed_and_do_not_change_the_means(monkeypatch):
         engine, CountdownVerifier(), progress=lambda done, total: seen.append((done, total))
     )
     assert result == run(ScriptedEngine(), CountdownVerifier())
-    assert engine.calls == [(["a", "b"], 4, 7), (["c"], 4, 9)]
-    assert seen == [(2, 3), (3, 3)]
+    assert [call[:2] for call in engine.calls] == [(["a", "b"], 4), (["c"], 4)]
+    assert seen == [(8, 12), (12, 12)]
+
+
+def test_one_prompt_may_take_several_calls(monkeypatch):
+    """The engine repeats its answers in each call, so the counts of "a" are those of 3, 3 and 1."""
+    monkeypatch.setattr(evaluation, "MAX_SEQUENCES_PER_CALL", 3)
+    engine = ScriptedEngine()
+    chunks = plan_chunks(PROMPTS[:1], samples_per_prompt=7, seed=0)
+    parts = list(
+        sample_chunks(
+            engine, chunks, CountdownVerifier(), make_tokenizer(), sampling=SAMPLING, ranks=Ranks()
+        )
+    )
+    assert [(ids, size) for ids, size, _ in engine.calls] == [(["a"], 3), (["a"], 3), (["a"], 1)]
+    assert len({seed for *_, seed in engine.calls}) == 3
+    total = add_up(counts for part in parts for counts in part)["a"]
+    assert (total.samples, total.correct, len(total.distinct)) == (7, 7, 2)
+    assert total.seeds == tuple(chunk.seed for chunk in chunks)
+
+
+def test_different_answers_are_counted_over_all_calls():
+    parts = [Counts("a", 4, 2, ("x", "y"), (1,)), Counts("a", 4, 3, ("w", "y"), (2,))]
+    assert add_up(parts) == {"a": Counts("a", 8, 5, ("w", "x", "y"), (1, 2))}
+
+
+def test_seeds_follow_from_seed_prompts_and_first_sample_alone(monkeypatch):
+    monkeypatch.setattr(evaluation, "MAX_SEQUENCES_PER_CALL", 4)
+
+    def seeds(prompts, samples=4, seed=0):
+        chunks = plan_chunks(prompts, samples_per_prompt=samples, seed=seed)
+        return [chunk.seed for chunk in chunks]
+
+    assert seeds(PROMPTS) == [seeds([prompt])[0] for prompt in PROMPTS]
+    assert seeds(PROMPTS, samples=8)[::2] == seeds(PROMPTS)
+    assert len({*seeds(PROMPTS, samples=8), *seeds(PROMPTS, seed=1)}) == 9
+    assert all(0 <= seed < 2**63 for seed in seeds(PROMPTS))
 
 
 def test_no_verdict_does_not_count_as_right():
@@ -146,13 +205,8 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"every k in 1..samples_per_prompt.*ks \[1, 8\]"):
         run(ScriptedEngine(), CountdownVerifier(), ks=[1, 8])
     with pytest.raises(ValueError, match="received 0 prompts"):
-        evaluate(
-            ScriptedEngine(),
-            [],
-            CountdownVerifier(),
-            make_tokenizer(),
-            samples_per_prompt=4,
-            sampling=SAMPLING,
-            seed=0,
-            ks=[1],
-        )
+        plan_chunks([], samples_per_prompt=4, seed=0)
+    with pytest.raises(ValueError, match="samples_per_prompt 0"):
+        plan_chunks(PROMPTS, samples_per_prompt=0, seed=0)
+    with pytest.raises(ValueError, match="different ids, received 'a' 2x"):
+        plan_chunks([*PROMPTS, PROMPTS[0]], samples_per_prompt=4, seed=0)
