@@ -67,13 +67,14 @@ def build_trainer(config: TrainConfig) -> Trainer:
     from fgrpo_train.trainer import Trainer
 
     transformers.utils.logging.disable_progress_bar()  # the bars are those of the run's phases
-    model, tokenizer = load_policy(find_policy(config.policy.path))
+    model, tokenizer = load_policy(find_policy(config.policy.path), config.policy.dtype)
+    engine = HFEngine(model)  # before DeepSpeed spreads the weights over processes
     learner = Learner(model, config)
     task = CountdownTask()
     return Trainer(
         config=config,
         learner=learner,
-        engine=HFEngine(learner.model),
+        engine=engine,
         tokenizer=tokenizer,
         verifier=CountdownVerifier(),
         train_prompts=task.train_prompts(tokenizer),
