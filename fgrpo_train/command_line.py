@@ -45,6 +45,7 @@ examples:
   deepspeed fgrpo_train/run.py --resume runs/tiny-cpu     go on after a stop
   deepspeed fgrpo_train/run.py --resume runs/tiny-cpu --steps 240      train it longer
   python fgrpo_train/run.py                               one process, without the launcher
+  python fgrpo_train/run.py --report runs/a runs/b        one page that compares runs
 
 Stop a run with Ctrl-C at any time: its state is saved after every step.
 """
@@ -59,6 +60,14 @@ class Command:
     resume: Path | None
 
 
+@dataclass(frozen=True)
+class ReportCommand:
+    """A page about these runs instead of a run."""
+
+    runs: list[Path]
+    out: Path | None
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -68,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
     """An option for every setting, with its meaning and default."""
     root = _Parser(
         prog="run.py",
-        usage="run.py [--config FILE | --resume RUN] [--section.key VALUE ...]",
+        usage="run.py [--config FILE | --resume RUN] [--section.key VALUE ...]\n"
+        "       run.py --report RUN [RUN ...] [--out FILE]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,6 +89,10 @@ def parser() -> argparse.ArgumentParser:
                       f"[{DEFAULT_CONFIG}: fgrpo_train/configs/{DEFAULT_CONFIG}.yaml]")  # fmt: skip
     root.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its "
                       "own settings; only --steps may be given besides")  # fmt: skip
+    root.add_argument("--report", metavar="RUN", nargs="+", help="write a page about the runs in "
+                      "these folders, also unfinished ones, and train nothing")  # fmt: skip
+    root.add_argument("--out", metavar="FILE", help="where --report writes [RUN/report.html; of "
+                      "several runs comparison.html in the first]")  # fmt: skip
     root.add_argument("--local_rank", help=argparse.SUPPRESS)  # added by the deepspeed launcher
     for section, cls in SECTIONS.items():
         summary = inspect.getdoc(cls) or ""
@@ -109,7 +123,7 @@ def field_docs(cls: type) -> dict[str, str]:
     }
 
 
-def parse_command(argv: Sequence[str]) -> Command:
+def parse_command(argv: Sequence[str]) -> Command | ReportCommand:
     """Read the command line.
 
     Raises: ConfigError for an unknown option or key, a wrong value, a missing file.
@@ -124,11 +138,23 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise ConfigError(f"unknown option {name}{did_you_mean(name, known)}")
     options = vars(namespace)
     options.pop("local_rank", None)
+    if "report" in options or "out" in options:
+        return _report_command(options)
     config_name, resume = options.pop("config", None), options.pop("resume", None)
     if resume is not None:
         return _resume_command(Path(resume), config_name, options)
     path = find_config(config_name or DEFAULT_CONFIG)
     return Command(build(read_yaml(path) | options), default_name=path.stem, resume=None)
+
+
+def _report_command(options: dict[str, Any]) -> ReportCommand:
+    if "report" not in options:
+        raise ConfigError("--out FILE is where --report writes: add --report RUN")
+    refused = sorted(set(options) - {"report", "out"})
+    if refused:
+        raise ConfigError(f"--report trains nothing: remove --{refused[0]}")
+    out = options.get("out")
+    return ReportCommand([Path(run) for run in options["report"]], Path(out) if out else None)
 
 
 def _resume_command(folder: Path, config_name: str | None, options: dict[str, Any]) -> Command:
