@@ -200,7 +200,7 @@ def _training_cards(summary: dict[str, Any], records: Sequence[dict[str, Any]]) 
 
 
 _CARDS = [
-    ("Degenerate groups", "degenerate_share",
+    ("Degenerate groups", "acr",
      "Share of prompts whose completions are all right or all wrong: they teach nothing."),
     ("Entropy", "entropy", "Nats per token: how undecided the policy still is."),
     ("Clipped tokens", "clip_binding_fraction",

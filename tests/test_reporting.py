@@ -31,7 +31,7 @@ def record(step: int, success_rate: float | None) -> dict:
     seconds = {"rollout": 0.1, "update": 0.3, "total": 0.5, "loss": 0.02}
     return {
         "step": step, "reward": success_rate, "success_rate": success_rate,
-        "degenerate_share": 0.25, "entropy": 0.5 / step, "tokens_per_second": 1000.0,
+        "acr": 0.25, "entropy": 0.5 / step, "tokens_per_second": 1000.0,
         "seconds": seconds,
     }  # fmt: skip
 
