@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fgrpo_train.report_html import render_report
+from fgrpo_train.report_cards import duration
+from fgrpo_train.report_html import write_report
 from fgrpo_train.run_folder import RunFolder, write_whole
 from fgrpo_train.settings import TrainConfig
 
@@ -128,8 +129,7 @@ def make_summary(
 def finish(folder: RunFolder, config: TrainConfig, summary: dict[str, Any]) -> str:
     """Write summary.json and report.html; returns the summary for the terminal."""
     write_whole(folder.summary, json.dumps(summary, indent=2) + "\n")
-    report = render_report(folder.path.name, config, summary, folder.read_metrics())
-    write_whole(folder.report, report)
+    write_report([folder.path], out=None)
     return terminal_summary(folder, config, summary)
 
 
@@ -151,6 +151,7 @@ def terminal_summary(folder: RunFolder, config: TrainConfig, summary: dict[str, 
     following = [
         ("train it longer", f"--resume {run} --steps {2 * summary['steps']}"),
         compare,
+        ("compare runs on one page", f"--report {shlex.quote(str(folder.path.parent))}/*"),
         ("another order of prompts", f"--seed {config.run.seed + 1}"),
         ("every setting", "--help"),
     ]
@@ -167,7 +168,7 @@ def terminal_summary(folder: RunFolder, config: TrainConfig, summary: dict[str, 
         f"Files in {folder.path}/",
         "  report.html     curves: open it in a browser",
         "  summary.json    the numbers above",
-        "  metrics.jsonl   one line a step",
+        "  metrics.jsonl   one line a step; completions.jsonl: what was written",
         f"  tensorboard/    tensorboard --logdir {shlex.quote(str(folder.path.parent))}",
         "  policy/         the trained policy, for transformers or --policy.path",
         "",
@@ -176,9 +177,3 @@ def terminal_summary(folder: RunFolder, config: TrainConfig, summary: dict[str, 
           for what, options in following),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person writes them."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

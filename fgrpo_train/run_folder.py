@@ -88,6 +88,10 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def comparison(self) -> Path:
+        return self.path / "comparison.html"
+
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line; what is not a finite number becomes null."""
         _append(self.metrics, [record])
@@ -134,7 +138,11 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        aside.replace(path)
+    except OSError:
+        aside.unlink()
+        raise
 
 
 def _finite(value: Any) -> Any:

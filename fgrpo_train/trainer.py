@@ -187,7 +187,7 @@ class Trainer:
             **self.learner.mean_over_ranks(means),
             **self.learner.max_over_ranks({"ratio_max": ratio_max}),
             "abs_advantage_sum": sums["abs_advantage"],
-            "success_histogram": list(self.learner.sum_over_ranks(histogram).values()),
+            "success_histogram": [int(n) for n in self.learner.sum_over_ranks(histogram).values()],
             "learning_rate": updates[-1].learning_rate,
             "tokens_per_second": sums["tokens"] / clock.seconds["total"],
             "seconds": clock.seconds,
