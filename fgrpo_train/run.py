@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         _say(f"run.py: error: {error}")
         return 2
     except KeyboardInterrupt:
-        if command and command.evaluations:
+        if isinstance(command, Command) and command.evaluations:
             _say("\nStopped; finished samples are kept. The same command goes on.")
         elif folder is None or not folder.path.exists():
             _say("\nStopped before the run began.")
