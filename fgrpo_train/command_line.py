@@ -48,6 +48,7 @@ examples:
   python fgrpo_train/run.py                               one process, without the launcher
   python fgrpo_train/run.py --evaluate runs/tiny-cpu      pass@1 ... pass@256 with intervals
   python fgrpo_train/run.py --evaluate tiny-countdown runs/tiny-cpu    two policies compared
+  python fgrpo_train/run.py --report runs/a runs/b        one page that compares runs
 
 Stop a run or an evaluation with Ctrl-C at any time: what is finished is kept.
 """
@@ -66,6 +67,14 @@ class Command:
     """Folders of two evaluations to compare instead of training."""
 
 
+@dataclass(frozen=True)
+class ReportCommand:
+    """A page about these runs instead of a run."""
+
+    runs: list[Path]
+    out: Path | None
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -76,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(
         prog="run.py",
         usage="run.py [--config FILE | --resume RUN | --evaluate PATH [PATH] | "
-        "--compare FOLDER FOLDER] [--section.key VALUE ...]",
+        "--compare FOLDER FOLDER] [--section.key VALUE ...]\n"
+        "       run.py --report RUN [RUN ...] [--out FILE]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -92,6 +102,10 @@ def parser() -> argparse.ArgumentParser:
                       "compare them, with their run's settings; goes on after a stop")  # fmt: skip
     root.add_argument("--compare", metavar="FOLDER", nargs=2, help="compare two evaluations that "
                       "are there already (runs/x/evaluation/step-000100)")  # fmt: skip
+    root.add_argument("--report", metavar="RUN", nargs="+", help="write a page about the runs in "
+                      "these folders, also unfinished ones, and train nothing")  # fmt: skip
+    root.add_argument("--out", metavar="FILE", help="where --report writes [RUN/report.html; of "
+                      "several runs comparison.html in the first]")  # fmt: skip
     root.add_argument("--local_rank", help=argparse.SUPPRESS)  # added by the deepspeed launcher
     for section, cls in SECTIONS.items():
         summary = inspect.getdoc(cls) or ""
@@ -122,7 +136,7 @@ def field_docs(cls: type) -> dict[str, str]:
     }
 
 
-def parse_command(argv: Sequence[str]) -> Command:
+def parse_command(argv: Sequence[str]) -> Command | ReportCommand:
     """Read the command line.
 
     Raises: ConfigError for an unknown option or key, a wrong value, a missing file.
@@ -137,6 +151,8 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise ConfigError(f"unknown option {name}{did_you_mean(name, known)}")
     options = vars(namespace)
     options.pop("local_rank", None)
+    if "report" in options or "out" in options:
+        return _report_command(options)
     config_name, resume = options.pop("config", None), options.pop("resume", None)
     evaluate, compare = options.pop("evaluate", None), options.pop("compare", None)
     if sum(mode is not None for mode in (resume, evaluate, compare)) > 1:
@@ -151,6 +167,16 @@ def parse_command(argv: Sequence[str]) -> Command:
         return _resume_command(Path(resume), config_name, options)
     path = find_config(config_name or DEFAULT_CONFIG)
     return Command(build(read_yaml(path) | options), default_name=path.stem, resume=None)
+
+
+def _report_command(options: dict[str, Any]) -> ReportCommand:
+    if "report" not in options:
+        raise ConfigError("--out FILE is where --report writes: add --report RUN")
+    refused = sorted(set(options) - {"report", "out"})
+    if refused:
+        raise ConfigError(f"--report trains nothing: remove --{refused[0]}")
+    out = options.get("out")
+    return ReportCommand([Path(run) for run in options["report"]], Path(out) if out else None)
 
 
 def _resume_command(folder: Path, config_name: str | None, options: dict[str, Any]) -> Command:

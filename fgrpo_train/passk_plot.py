@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from fgrpo_train.charts import ticks
 from fgrpo_train.evaluation_statistics import Estimate
-from fgrpo_train.report_html import ticks
 
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#7d8794"
 WIDTH, PANEL = 520, 300

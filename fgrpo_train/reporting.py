@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import shlex
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fgrpo_train.report_html import render_report
+from fgrpo_train.report_cards import duration
+from fgrpo_train.report_html import write_report
 from fgrpo_train.run_folder import RunFolder, write_whole
 from fgrpo_train.settings import TrainConfig
 
@@ -25,18 +27,22 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
-        folder.keep_metrics(finished)
+        folder.keep_steps(finished)
         self._board = SummaryWriter(str(folder.tensorboard), purge_step=finished + 1)
         self._bar = progress_bar("training", steps, unit="step", initial=finished)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Record one step; `record` is one flat line but for the seconds of its phases."""
+        """Record one step; its `completions` go to a file of their own."""
+        record, samples = dict(record), record["completions"]
+        del record["completions"]
+        self.folder.append_completions([{"step": record["step"]} | sample for sample in samples])
         self.folder.append_metrics(record)
+        self._board.add_text("completions", _as_markdown(samples), record["step"])
         for name, value in scalars(record):
             self._board.add_scalar(name, value, record["step"])
         self._bar.set_postfix_str(
             f"reward {_number(record['reward'])}  success {_number(record['success_rate'])}  "
-            f"degenerate {_number(record['degenerate_share'])}  "
+            f"acr {_number(record['acr'])}  "
             f"{record['tokens_per_second']:.0f} tokens/s",
             refresh=False,
         )
@@ -50,7 +56,13 @@ class Reporter:
 def progress_bar(
     title: str, total: int, *, unit: str, initial: int = 0, shown: bool = True
 ) -> tqdm:
-    """A bar on the terminal; in a log file, a line every ten seconds. One within another goes."""
+    """A bar on the terminal; in a log file, at most twenty updates, ten seconds apart.
+
+    One within another goes when it is done.
+    """
+    pace: dict[str, Any] = {"mininterval": 0.2}
+    if not sys.stderr.isatty():
+        pace = {"mininterval": 10.0, "miniters": max(1, total // 20), "maxinterval": math.inf}
     return tqdm(
         total=total,
         initial=initial,
@@ -58,7 +70,7 @@ def progress_bar(
         leave=None,
         desc=f"{title:<18}",
         unit=unit,
-        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        **pace,
         bar_format="{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit}s "
         "[{elapsed} < {remaining}{postfix}]",
     )
@@ -71,6 +83,16 @@ def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
             yield from scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and name != "step":
             yield f"{prefix}{name}", value
+
+
+def _as_markdown(samples: list[dict[str, Any]]) -> str:
+    """For TensorBoard; an indented block is shown as it is, whatever a completion contains."""
+    parts = []
+    for sample in samples:
+        lines = f"{sample['prompt']}{sample['completion']}".splitlines()
+        block = "".join(f"    {line}\n" for line in lines)
+        parts.append(f"{sample['prompt_id']}, reward {_number(sample['reward'])}:\n\n{block}")
+    return "\n".join(parts)
 
 
 def _number(value: float | None) -> str:
@@ -107,8 +129,7 @@ def make_summary(
 def finish(folder: RunFolder, config: TrainConfig, summary: dict[str, Any]) -> str:
     """Write summary.json and report.html; returns the summary for the terminal."""
     write_whole(folder.summary, json.dumps(summary, indent=2) + "\n")
-    report = render_report(folder.path.name, config, summary, folder.read_metrics())
-    write_whole(folder.report, report)
+    write_report([folder.path], out=None)
     return terminal_summary(folder, config, summary)
 
 
@@ -130,6 +151,7 @@ def terminal_summary(folder: RunFolder, config: TrainConfig, summary: dict[str, 
     following = [
         ("train it longer", f"--resume {run} --steps {2 * summary['steps']}"),
         compare,
+        ("compare runs on one page", f"--report {shlex.quote(str(folder.path.parent))}/*"),
         ("another order of prompts", f"--seed {config.run.seed + 1}"),
         ("every setting", "--help"),
     ]
@@ -146,7 +168,7 @@ def terminal_summary(folder: RunFolder, config: TrainConfig, summary: dict[str, 
         f"Files in {folder.path}/",
         "  report.html     curves: open it in a browser",
         "  summary.json    the numbers above",
-        "  metrics.jsonl   one line a step",
+        "  metrics.jsonl   one line a step; completions.jsonl: what was written",
         f"  tensorboard/    tensorboard --logdir {shlex.quote(str(folder.path.parent))}",
         "  policy/         the trained policy, for transformers or --policy.path",
         "",
@@ -155,9 +177,3 @@ def terminal_summary(folder: RunFolder, config: TrainConfig, summary: dict[str, 
           for what, options in following),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person writes them."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 # slower as soon as another program wants one of the cores; threads that sleep hardly lose.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from fgrpo_train.command_line import Command, parse_command  # noqa: E402
+from fgrpo_train.command_line import Command, ReportCommand, parse_command  # noqa: E402
 from fgrpo_train.config import find_policy  # noqa: E402
 from fgrpo_train.run_folder import RunFolder  # noqa: E402
 from fgrpo_train.settings import ConfigError, TrainConfig  # noqa: E402
@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     folder, command = None, None
     try:
         command = parse_command(argv)
+        if isinstance(command, ReportCommand):
+            return report(command)
         if command.evaluations or command.compare:
             evaluate(command)
             return 0
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
         _say(f"run.py: error: {error}")
         return 2
     except KeyboardInterrupt:
-        if command and command.evaluations:
+        if isinstance(command, Command) and command.evaluations:
             _say("\nStopped; finished samples are kept. The same command goes on.")
         elif folder is None or not folder.path.exists():
             _say("\nStopped before the run began.")
@@ -70,6 +72,15 @@ def evaluate(command: Command) -> None:
         print(compare_folders(first, second))
     else:
         evaluate_policies(command.evaluations)
+
+
+def report(command: ReportCommand) -> int:
+    """Write the page, once, and say where it lies."""
+    from fgrpo_train.report_html import write_report
+
+    if os.environ.get("RANK", "0") == "0":
+        print(write_report(command.runs, command.out))
+    return 0
 
 
 def build_trainer(config: TrainConfig) -> Trainer:

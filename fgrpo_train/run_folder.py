@@ -1,6 +1,6 @@
 """The folder of a run: its name, its files, and what survives a stop.
 
-runs/<name>/   config.yaml  metrics.jsonl  checkpoints/  tensorboard/
+runs/<name>/   config.yaml  metrics.jsonl  completions.jsonl  checkpoints/  tensorboard/
                summary.json  report.html  policy/          (at the end)
 """
 
@@ -65,6 +65,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def completions(self) -> Path:
+        return self.path / "completions.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -84,25 +88,47 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def comparison(self) -> Path:
+        return self.path / "comparison.html"
+
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line; what is not a finite number becomes null."""
-        line = json.dumps(_finite(record), allow_nan=False)
-        with self.metrics.open("a") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self.metrics, [record])
+
+    def append_completions(self, samples: list[dict[str, Any]]) -> None:
+        """Add a line for each."""
+        _append(self.completions, samples)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of all whole lines."""
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return _read(self.metrics)
 
-    def keep_metrics(self, steps: int) -> None:
+    def read_completions(self) -> list[dict[str, Any]]:
+        """The records of all whole lines."""
+        return _read(self.completions)
+
+    def keep_steps(self, steps: int) -> None:
         """Drop lines of steps that are not in the checkpoint, and half a line if there is one."""
-        kept = [json.dumps(record) for record in self.read_metrics() if record["step"] <= steps]
-        write_whole(self.metrics, "".join(line + "\n" for line in kept))
+        for path in (self.metrics, self.completions):
+            kept = [json.dumps(record) for record in _read(path) if record["step"] <= steps]
+            write_whole(path, "".join(line + "\n" for line in kept))
+
+
+def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    lines = [json.dumps(_finite(record), allow_nan=False) for record in records]
+    with path.open("a") as file:
+        file.write("".join(line + "\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    # Not splitlines(): a line ends with a newline here, and only there.
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -112,7 +138,11 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        aside.replace(path)
+    except OSError:
+        aside.unlink()
+        raise
 
 
 def _finite(value: Any) -> Any:

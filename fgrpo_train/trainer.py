@@ -19,12 +19,14 @@ from fgrpo_kernels import GroupAdvantages, group_advantages
 from fgrpo_train.batching import Batch, make_batch, mini_batches
 from fgrpo_train.checkpoint import latest_checkpoint, save_checkpoint
 from fgrpo_train.evaluation import EVALUATION_SEED, Ranks, evaluate
+from fgrpo_train.group_metrics import abs_advantage_sum, success_histogram
 from fgrpo_train.learner import Denominators, Learner, Update
 from fgrpo_train.prompts import Prompt, prompt_batch
 from fgrpo_train.reporting import Reporter, finish, make_summary, progress_bar
 from fgrpo_train.rewards import Verifier, score
 from fgrpo_train.rollout import RolloutEngine, Rollouts, Sampling
 from fgrpo_train.run_folder import RunFolder
+from fgrpo_train.sample_completions import sample_completions
 from fgrpo_train.selection import drop_inactive
 from fgrpo_train.settings import ConfigError, TrainConfig
 
@@ -73,7 +75,10 @@ class Trainer:
         )
 
     def step(self, step: int) -> dict[str, Any]:
-        """One training step, counted from 0; returns its record, over all processes."""
+        """One training step, counted from 0; returns its record, over all processes.
+
+        Under `completions` are some of this process's, for people to read.
+        """
         clock = Clock()
         start = time.perf_counter()
         with clock.phase("rollout"):
@@ -90,7 +95,10 @@ class Trainer:
             self.engine.load_weights(self.learner.model)
         clock.seconds["total"] = time.perf_counter() - start
         clock.seconds["loss"] = sum(update.loss_seconds for update in updates)
-        return self.record(step, rewards, rollouts, groups, updates, clock)
+        record = self.record(step, rewards, rollouts, groups, updates, clock)
+        seed = f"{self.config.run.seed}/{step}"
+        samples = sample_completions(prompts, rollouts, rewards, groups, self.tokenizer, seed=seed)
+        return record | {"completions": samples}
 
     def draw_prompts(self, step: int) -> list[Prompt]:
         """This process's prompts; the stride gives each process its part of every mini-batch."""
@@ -157,7 +165,7 @@ class Trainer:
         means = {
             "reward": _sum_and_count(rewards[rewards.isfinite()]),
             "success_rate": _sum_and_count(groups.success_rate),
-            "degenerate_share": _sum_and_count(groups.degenerate),
+            "acr": _sum_and_count(groups.degenerate),
             "truncated_share": _sum_and_count(rollouts.truncated),
             "completion_length": _sum_and_count(rollouts.completion_mask.sum(1)),
             "trained_share": (float(sum(u.num_sequences for u in updates)), float(len(rewards))),
@@ -169,13 +177,17 @@ class Trainer:
             {
                 "tokens": means["completion_length"][0],
                 "loss": sum(float(o.loss.detach()) for o in outputs),
+                "abs_advantage": abs_advantage_sum(groups, self.config.loss.focal_gamma),
             }
         )
+        histogram = success_histogram(rewards, groups, self.config.sampling.group_size)
         return {
             "step": step + 1,
             "loss": sums["loss"] / len(updates),
             **self.learner.mean_over_ranks(means),
             **self.learner.max_over_ranks({"ratio_max": ratio_max}),
+            "abs_advantage_sum": sums["abs_advantage"],
+            "success_histogram": [int(n) for n in self.learner.sum_over_ranks(histogram).values()],
             "learning_rate": updates[-1].learning_rate,
             "tokens_per_second": sums["tokens"] / clock.seconds["total"],
             "seconds": clock.seconds,

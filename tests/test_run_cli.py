@@ -64,8 +64,8 @@ def start(arguments: list[str], folder: Path, *, lines: int) -> subprocess.Popen
 def test_a_run_leaves_its_files_and_its_summary(whole_run):
     names = {path.name for path in whole_run.iterdir()}
     assert names == {
-        "config.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "summary.json",
-        "report.html", "policy",
+        "config.yaml", "metrics.jsonl", "completions.jsonl", "checkpoints", "tensorboard",
+        "summary.json", "report.html", "policy",
     }  # fmt: skip
     summary = json.loads((whole_run / "summary.json").read_text())
     assert {
@@ -107,6 +107,8 @@ def test_kill_and_ctrl_c_lose_nothing_and_the_numbers_are_those_of_a_whole_run(w
 
     assert main(["--resume", str(folder)]) == 0
     assert numbers(folder) == numbers(whole_run)
+    samples = [(f / "completions.jsonl").read_text() for f in (folder, whole_run)]
+    assert samples[0] == samples[1] and samples[0].count("\n") == 4 * STEPS
     summaries = [json.loads((f / "summary.json").read_text()) for f in (folder, whole_run)]
     for key in ("success_start", "success_end", "pass_at_k_start", "pass_at_k_end"):
         assert summaries[0][key] == summaries[1][key]

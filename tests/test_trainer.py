@@ -102,7 +102,7 @@ def test_the_record_of_a_step_is_what_its_parts_say():
     assert record["reward"] == pytest.approx(float(batch.success_rate.mean()))
     groups = batch.success_rate.view(-1, 4)[:, 0]
     degenerate = float(((groups == 0) | (groups == 1)).float().mean())
-    assert record["degenerate_share"] == degenerate
+    assert record["acr"] == degenerate
     assert record["trained_share"] == 1 - degenerate
     lengths = batch.completion_mask.sum(1).float()
     assert record["completion_length"] == pytest.approx(float(lengths.mean()))
@@ -134,7 +134,7 @@ def test_a_step_without_any_verdict_changes_nothing_it_should_not_and_says_so():
     after = torch.nn.utils.parameters_to_vector(trainer.learner.model.parameters())
     assert torch.equal(before, after)
     assert record["reward"] is None
-    assert record["degenerate_share"] == 1.0
+    assert record["acr"] == 1.0
     assert record["grad_norm"] == 0.0
 
 
