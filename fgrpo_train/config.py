@@ -43,7 +43,12 @@ def setting_names() -> list[str]:
 
 
 def build(values: Mapping[str, Any]) -> TrainConfig:
-    """The config with the given settings, `values` being {"section.key": value or its text}."""
+    """The config with the given settings, `values` being {"section.key": value or its text}.
+
+    With vLLM, whose log-probs are never quite the trainer's, the rollout correction is on.
+    """
+    if values.get("engine.kind") == "vllm":
+        values = {"loss.rollout_correction": "truncate"} | dict(values)
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         if name in NOT_A_SETTING:

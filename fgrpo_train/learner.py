@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from fgrpo_kernels import FocalPolicyLoss, PolicyLossConfig, PolicyLossOutput, token_logps
 from fgrpo_train.batching import Batch
 from fgrpo_train.config import deepspeed_config
+from fgrpo_train.rollout_metrics import RatioSums, ratio_sums
 from fgrpo_train.settings import TrainConfig
 
 if not torch.cuda.is_available():
@@ -54,6 +56,8 @@ class Update:
     sampler_gap: tuple[float, float]
     """Sum and count of |log-prob at rollout time by this module - by the sampler| per token: what
     differs beyond rounding is a fault of one of the two."""
+    sampler_ratio: RatioSums
+    """Of the same two, before any correction."""
     loss_seconds: float
     """Time in the loss head, forward and its part of the gradient."""
 
@@ -124,6 +128,11 @@ class Learner:
         """The policy as a transformers model."""
         return self.policy.model
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's parameters by their names in the transformers model, tied ones once."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
     @torch.no_grad()
     def logps(self, batch: Batch) -> Tensor:
         """(B, T) float32 log-probs of the completions under the present policy."""
@@ -158,6 +167,7 @@ class Learner:
             learning_rate=learning_rate,
             num_sequences=len(batch),
             sampler_gap=(float(gap.sum()), float(gap.numel())),
+            sampler_ratio=ratio_sums(at_rollout, batch.rollout_logps, batch.completion_mask),
             loss_seconds=self.policy.loss_seconds,
         )
 

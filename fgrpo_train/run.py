@@ -16,10 +16,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from fgrpo_train.command_line import Command, ReportCommand, parse_command  # noqa: E402
 from fgrpo_train.config import find_policy  # noqa: E402
+from fgrpo_train.rollout import EngineError  # noqa: E402
 from fgrpo_train.run_folder import RunFolder  # noqa: E402
 from fgrpo_train.settings import ConfigError, TrainConfig  # noqa: E402
 
 if TYPE_CHECKING:
+    from fgrpo_train.learner import Learner
+    from fgrpo_train.prompts import Prompt
+    from fgrpo_train.rollout import RolloutEngine
     from fgrpo_train.trainer import Trainer
 
 
@@ -44,20 +48,21 @@ def main(argv: list[str]) -> int:
         )
         from fgrpo_train.trainer import train  # after the checks: it takes seconds to import
 
-        train(build_trainer(command.config), folder, started=started)
+        trainer = build_trainer(command.config)
+        train(trainer, folder, started=started)
+        trainer.engine.close()
     except ConfigError as error:
         _say(f"run.py: error: {error}")
         return 2
+    except EngineError as error:
+        # Of any process: it is the only one that knows.
+        print(f"\nrun.py: error: {error}\n{_how_to_go_on(folder)}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         if isinstance(command, Command) and command.evaluations:
             _say("\nStopped; finished samples are kept. The same command goes on.")
-        elif folder is None or not folder.path.exists():
-            _say("\nStopped before the run began.")
         else:
-            _say(
-                f"\nStopped; finished steps are saved. Go on with:\n"
-                f"  deepspeed fgrpo_train/run.py --resume {shlex.quote(str(folder.path))}"
-            )
+            _say(f"\n{_how_to_go_on(folder)}")
         return 130
     return 0
 
@@ -83,6 +88,15 @@ def report(command: ReportCommand) -> int:
     return 0
 
 
+def _how_to_go_on(folder: RunFolder | None) -> str:
+    if folder is None or not folder.path.exists():
+        return "Stopped before the run began."
+    return (
+        f"Stopped; finished steps are saved. Go on with:\n"
+        f"  deepspeed fgrpo_train/run.py --resume {shlex.quote(str(folder.path))}"
+    )
+
+
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load the policy, start DeepSpeed, and put the parts of the run together."""
     import transformers
@@ -91,22 +105,44 @@ def build_trainer(config: TrainConfig) -> Trainer:
     from fgrpo_train.learner import Learner
     from fgrpo_train.prompts import CountdownTask
     from fgrpo_train.rewards import CountdownVerifier
-    from fgrpo_train.rollout import HFEngine
     from fgrpo_train.trainer import Trainer
 
     transformers.utils.logging.disable_progress_bar()  # the bars are those of the run's phases
     model, tokenizer = load_policy(find_policy(config.policy.path))
     learner = Learner(model, config)
     task = CountdownTask()
+    train_prompts, held_out_prompts = (
+        task.train_prompts(tokenizer),
+        task.held_out_prompts(tokenizer),
+    )
     return Trainer(
         config=config,
         learner=learner,
-        engine=HFEngine(learner.model),
+        engine=build_engine(config, learner, [*train_prompts, *held_out_prompts]),
         tokenizer=tokenizer,
         verifier=CountdownVerifier(),
-        train_prompts=task.train_prompts(tokenizer),
-        held_out_prompts=task.held_out_prompts(tokenizer),
+        train_prompts=train_prompts,
+        held_out_prompts=held_out_prompts,
     )
+
+
+def build_engine(config: TrainConfig, learner: Learner, prompts: list[Prompt]) -> RolloutEngine:
+    """The engine of the settings, with the learner's weights."""
+    if config.engine.kind == "hf":
+        from fgrpo_train.hf_engine import HFEngine
+
+        return HFEngine(learner.model)
+    from fgrpo_train.vllm_engine import VLLMEngine
+
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    engine = VLLMEngine(
+        find_policy(config.policy.path),
+        config.engine,
+        dtype=learner.model.dtype,
+        max_model_len=longest + config.sampling.max_new_tokens,
+    )
+    engine.load_weights(learner.weights())
+    return engine
 
 
 def _say(text: str) -> None:

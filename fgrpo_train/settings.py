@@ -59,6 +59,37 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What samples the completions."""
+
+    kind: str = "hf"
+    """hf: transformers, in the training process. vllm: a vLLM process for each training process;
+    the loss then corrects for what its log-probs differ from the trainer's:
+    loss.rollout_correction is truncate unless it is set."""
+
+    placement: str = "colocated"
+    """vllm on GPUs. colocated: on the training process's GPU; the engine sleeps during the update.
+    separate: on a GPU of its own; start half as many processes as there are GPUs."""
+
+    memory_share: float = 0.4
+    """vllm on GPUs: share of the GPU's memory for its weights and key-value cache."""
+
+    enforce_eager: bool = False
+    """vllm on GPUs: no CUDA graphs; it starts faster, needs less memory and samples slower."""
+
+    timeout_seconds: float = 600.0
+    """vllm: without a sign of life for so long, the engine counts as stuck and the run stops."""
+
+    def __post_init__(self) -> None:
+        _require("engine.kind", self.kind in ("hf", "vllm"), "hf or vllm", self.kind)
+        known = self.placement in ("colocated", "separate")
+        _require("engine.placement", known, "colocated or separate", self.placement)
+        share = self.memory_share
+        _require("engine.memory_share", 0 < share <= 1, "> 0 and <= 1", share)
+        _require("engine.timeout_seconds", self.timeout_seconds > 0, "> 0", self.timeout_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimisationSettings:
     """AdamW, run by DeepSpeed."""
 
@@ -154,6 +185,7 @@ class TrainConfig:
     policy: PolicySettings = field(default_factory=PolicySettings)
     data: DataSettings = field(default_factory=DataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     optimisation: OptimisationSettings = field(default_factory=OptimisationSettings)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

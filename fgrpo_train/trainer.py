@@ -25,6 +25,7 @@ from fgrpo_train.prompts import Prompt, prompt_batch
 from fgrpo_train.reporting import Reporter, finish, make_summary, progress_bar
 from fgrpo_train.rewards import Verifier, score
 from fgrpo_train.rollout import RolloutEngine, Rollouts, Sampling
+from fgrpo_train.rollout_metrics import RatioSums, effective_sample_share
 from fgrpo_train.run_folder import RunFolder
 from fgrpo_train.sample_completions import sample_completions
 from fgrpo_train.selection import drop_inactive
@@ -89,10 +90,14 @@ class Trainer:
         with clock.phase("advantages"):
             groups = group_advantages(rewards, group_size=self.config.sampling.group_size)
             batch = make_batch(prompts, rollouts, groups, pad_token_id=self.sampling.pad_token_id)
+        with clock.phase("sleep"):
+            self.engine.sleep()
         with clock.phase("update"):
             updates = self.update(batch.to(self.learner.device))
+        with clock.phase("wake"):
+            self.engine.wake()
         with clock.phase("sync"):
-            self.engine.load_weights(self.learner.model)
+            self.engine.load_weights(self.learner.weights())
         clock.seconds["total"] = time.perf_counter() - start
         clock.seconds["loss"] = sum(update.loss_seconds for update in updates)
         record = self.record(step, rewards, rollouts, groups, updates, clock)
@@ -162,6 +167,7 @@ class Trainer:
             name: [o.metric_sums[name] for o in outputs] for name in outputs[0].metric_sums
         }
         ratio_max = max(float(numerator) for numerator, _ in loss_sums.pop("ratio_max"))
+        sampler = RatioSums.total([update.sampler_ratio for update in updates])
         means = {
             "reward": _sum_and_count(rewards[rewards.isfinite()]),
             "success_rate": _sum_and_count(groups.success_rate),
@@ -171,6 +177,7 @@ class Trainer:
             "trained_share": (float(sum(u.num_sequences for u in updates)), float(len(rewards))),
             "grad_norm": (sum(u.grad_norm for u in updates), float(len(updates))),
             "sampler_gap": _total([u.sampler_gap for u in updates]),
+            "sampler_ratio_mean": (sampler.ratio, sampler.tokens),
         } | {name: _total(pairs) for name, pairs in loss_sums.items()}
         # A process's loss is its part of the global sum, so the processes' losses add up.
         sums = self.learner.sum_over_ranks(
@@ -178,6 +185,9 @@ class Trainer:
                 "tokens": means["completion_length"][0],
                 "loss": sum(float(o.loss.detach()) for o in outputs),
                 "abs_advantage": abs_advantage_sum(groups, self.config.loss.focal_gamma),
+                "sampler_tokens": sampler.tokens,
+                "sampler_ratio": sampler.ratio,
+                "sampler_ratio_squared": sampler.ratio_squared,
             }
         )
         histogram = success_histogram(rewards, groups, self.config.sampling.group_size)
@@ -185,9 +195,14 @@ class Trainer:
             "step": step + 1,
             "loss": sums["loss"] / len(updates),
             **self.learner.mean_over_ranks(means),
-            **self.learner.max_over_ranks({"ratio_max": ratio_max}),
             "abs_advantage_sum": sums["abs_advantage"],
             "success_histogram": [int(n) for n in self.learner.sum_over_ranks(histogram).values()],
+            **self.learner.max_over_ranks(
+                {"ratio_max": ratio_max, "sampler_ratio_max": sampler.largest}
+            ),
+            "sampler_effective_share": effective_sample_share(
+                sums["sampler_tokens"], sums["sampler_ratio"], sums["sampler_ratio_squared"]
+            ),
             "learning_rate": updates[-1].learning_rate,
             "tokens_per_second": sums["tokens"] / clock.seconds["total"],
             "seconds": clock.seconds,
@@ -290,7 +305,7 @@ def restore(trainer: Trainer, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             f"{folder.path} has finished {finished} steps: --steps {2 * finished} trains it longer"
         )
     trainer.learner.load(state)
-    trainer.engine.load_weights(trainer.learner.model)
+    trainer.engine.load_weights(trainer.learner.weights())
     return finished, saved
 
 

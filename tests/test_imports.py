@@ -117,7 +117,7 @@ def test_kernels_do_not_know_the_trainer(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
 def test_trainer_files_keep_to_their_engine(path: Path) -> None:
-    owner = {"vllm": "rollout", "deepspeed": "learner"}
+    owner = {"vllm": "vllm_worker", "deepspeed": "learner"}
     for module, _ in imports(path):
         top = module.split(".")[0]
         assert owner.get(top, path.stem) == path.stem, f"{path.name} imports {module}"

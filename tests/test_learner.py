@@ -12,8 +12,8 @@ from safetensors import safe_open
 from train_parts import random_policy, sampled_batch
 
 from fgrpo_train.config import build
+from fgrpo_train.hf_engine import HFEngine
 from fgrpo_train.learner import Denominators, Learner
-from fgrpo_train.rollout import HFEngine
 
 COUNTS = Denominators(valid_tokens=150.0, sequences=24.0)
 
@@ -42,7 +42,7 @@ def test_the_sampler_follows_the_learner_only_when_told():
     name, before = next(iter(engine.model.named_parameters()))
     after = learner.model.get_parameter(name)
     assert not torch.equal(before, after)
-    engine.load_weights(learner.model)
+    engine.load_weights(learner.weights())
     assert torch.equal(before, after)
 
 

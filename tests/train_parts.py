@@ -6,8 +6,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fgrpo_kernels import group_advantages
 from fgrpo_train.base_policy import make_model, make_tokenizer
 from fgrpo_train.batching import Batch, make_batch
+from fgrpo_train.hf_engine import HFEngine
 from fgrpo_train.prompts import CountdownTask, prompt_batch
-from fgrpo_train.rollout import HFEngine, Sampling
+from fgrpo_train.rollout import Sampling
 
 
 def random_policy(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
