@@ -49,8 +49,10 @@ def main(argv: list[str]) -> int:
         from fgrpo_train.trainer import train  # after the checks: it takes seconds to import
 
         trainer = build_trainer(command.config)
-        train(trainer, folder, started=started)
-        trainer.engine.close()
+        try:
+            train(trainer, folder, started=started)
+        finally:
+            trainer.engine.close()
     except ConfigError as error:
         _say(f"run.py: error: {error}")
         return 2
