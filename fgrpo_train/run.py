@@ -21,9 +21,6 @@ from fgrpo_train.run_folder import RunFolder  # noqa: E402
 from fgrpo_train.settings import ConfigError, TrainConfig  # noqa: E402
 
 if TYPE_CHECKING:
-    from fgrpo_train.learner import Learner
-    from fgrpo_train.prompts import Prompt
-    from fgrpo_train.rollout import RolloutEngine
     from fgrpo_train.trainer import Trainer
 
 
@@ -104,47 +101,27 @@ def build_trainer(config: TrainConfig) -> Trainer:
     import transformers
 
     from fgrpo_train.base_policy import load_policy
+    from fgrpo_train.engine_choice import make_engine
     from fgrpo_train.learner import Learner
     from fgrpo_train.prompts import CountdownTask
     from fgrpo_train.rewards import CountdownVerifier
     from fgrpo_train.trainer import Trainer
 
     transformers.utils.logging.disable_progress_bar()  # the bars are those of the run's phases
-    model, tokenizer = load_policy(find_policy(config.policy.path))
+    policy = find_policy(config.policy.path)
+    model, tokenizer = load_policy(policy)
     learner = Learner(model, config)
     task = CountdownTask()
-    train_prompts, held_out_prompts = (
-        task.train_prompts(tokenizer),
-        task.held_out_prompts(tokenizer),
-    )
+    train, held_out = task.train_prompts(tokenizer), task.held_out_prompts(tokenizer)
     return Trainer(
         config=config,
         learner=learner,
-        engine=build_engine(config, learner, [*train_prompts, *held_out_prompts]),
+        engine=make_engine(config, policy, learner.model, learner.weights(), [*train, *held_out]),
         tokenizer=tokenizer,
         verifier=CountdownVerifier(),
-        train_prompts=train_prompts,
-        held_out_prompts=held_out_prompts,
+        train_prompts=train,
+        held_out_prompts=held_out,
     )
-
-
-def build_engine(config: TrainConfig, learner: Learner, prompts: list[Prompt]) -> RolloutEngine:
-    """The engine of the settings, with the learner's weights."""
-    if config.engine.kind == "hf":
-        from fgrpo_train.hf_engine import HFEngine
-
-        return HFEngine(learner.model)
-    from fgrpo_train.vllm_engine import VLLMEngine
-
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    engine = VLLMEngine(
-        find_policy(config.policy.path),
-        config.engine,
-        dtype=learner.model.dtype,
-        max_model_len=longest + config.sampling.max_new_tokens,
-    )
-    engine.load_weights(learner.weights())
-    return engine
 
 
 def _say(text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 import fgrpo_train
 from fgrpo_train.command_line import parse_command
 from fgrpo_train.evaluation import pass_at_k
-from fgrpo_train.rollout import HFEngine
+from fgrpo_train.hf_engine import HFEngine
 from fgrpo_train.run import main
 
 RUN = Path(fgrpo_train.__file__).parent / "run.py"
