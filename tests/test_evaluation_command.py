@@ -39,7 +39,7 @@ def _signal_handlers():
 def run_folder(tmp_path_factory) -> Path:
     """A run of 5 steps that evaluates every 2."""
     output = tmp_path_factory.mktemp("runs")
-    arguments = ["--steps", "5", "--evaluation.every", "2", "--optimisation.learning_rate", "0.01"]
+    arguments = ["--steps", "5", "--evaluation.every", "2", "--optimisation.learning_rate", "0.002"]
     assert main([*TRAINING, *arguments, "--output_dir", str(output)]) == 0
     return output / "tiny-cpu"
 
@@ -156,7 +156,7 @@ def test_training_evaluates_at_intervals_what_the_checkpoints_are(run_folder):
 
 def test_evaluating_does_not_change_the_training(run_folder, tmp_path):
     """The same weights and records as without; what a clock says aside."""
-    arguments = ["--steps", "5", "--optimisation.learning_rate", "0.01"]
+    arguments = ["--steps", "5", "--optimisation.learning_rate", "0.002"]
     assert main([*TRAINING, *arguments, "--output_dir", str(tmp_path)]) == 0
     without = tmp_path / "tiny-cpu"
     clock = ("seconds", "tokens_per_second", "held_out")
