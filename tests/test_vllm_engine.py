@@ -142,8 +142,10 @@ def test_a_completion_ends_with_the_first_of_several_eos_tokens(loaded, policy):
         assert rollouts.truncated.equal(~torch.isin(last, torch.tensor(eos)))
         assert set(eos) <= set(last.tolist()), "each of them ended one, and was kept"
         assert (rollouts.logps[mask] < 0).all() and (rollouts.logps[~mask] == 0).all()
-    # The model's own EOS token means nothing unless it is asked for.
-    assert (ids[mask] == tokenizer.eos_token_id).any()
+    # The model's own EOS token means nothing unless it is asked for: sampling goes on after it.
+    rollouts = generate(loaded, policy, eos_token_ids=tuple(tokenizer.encode(":")))
+    ids, mask = rollouts.completion_ids, rollouts.completion_mask
+    assert (mask[:, 1:] & (ids[:, :-1] == tokenizer.eos_token_id)).any()
 
 
 def test_pad_equal_to_eos_changes_the_padding_alone(loaded, policy):
@@ -226,7 +228,9 @@ def read_metrics(folder):
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("whole")
+    others = children("fgrpo_train.vllm_worker", of=os.getpid())
     assert main([*SMALL, "--output_dir", str(output)]) == 0
+    assert children("fgrpo_train.vllm_worker", of=os.getpid()) == others, "its engine has ended"
     return output / "tiny-cpu"
 
 
@@ -239,7 +243,6 @@ def test_a_run_samples_with_the_weights_of_every_step(whole_run):
         assert record["sampler_effective_share"] == pytest.approx(1.0, abs=1e-3)
         assert record["rejected_fraction"] == 0.0
     assert "rollout_correction: truncate" in (whole_run / "config.yaml").read_text()
-    assert not children("fgrpo_train.vllm_worker", of=os.getpid())
 
 
 def children(module, *, of):
