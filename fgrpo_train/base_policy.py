@@ -175,9 +175,13 @@ def train(recipe: Recipe) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer, list[float]
     return model.eval(), tokenizer, losses
 
 
-def load_policy(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model and its tokenizer from a local folder in the transformers format."""
-    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+def load_policy(
+    path: Path | str, dtype: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer from a local folder in the transformers format;
+    dtype "auto" is the one that the weights are stored in."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model, AutoTokenizer.from_pretrained(path)
 
 
 def main(arguments: list[str] | None = None) -> None:

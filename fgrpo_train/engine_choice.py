@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
+import torch
 from transformers import PreTrainedModel
 
 from fgrpo_train.hf_engine import HFEngine
@@ -19,26 +20,23 @@ def make_engine(
     config: TrainConfig,
     policy: Path,
     model: PreTrainedModel,
-    weights: Iterable[tuple[str, Tensor]],
     prompts: Sequence[Prompt],
 ) -> RolloutEngine:
-    """An engine with the given weights.
+    """An engine; it has no weights of use before its `load_weights`.
 
     Args:
         policy: folder of the transformers model, for an engine in a process of its own.
-        model: the same model here; transformers samples from a copy of it.
-        weights: every parameter by its name in `model`.
+        model: the same model here, whole: transformers samples from a copy of it.
         prompts: all that will be sampled from: the longest one decides the length of a sequence.
     Raises: ConfigError if the engine is not installed, EngineError if it does not start.
     """
     if config.engine.kind == "hf":
-        return HFEngine(model)
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        return HFEngine(model.to(device))  # type: ignore[arg-type]
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    engine = VLLMEngine(
+    return VLLMEngine(
         policy,
         config.engine,
         dtype=model.dtype,
         max_model_len=longest + config.sampling.max_new_tokens,
     )
-    engine.load_weights(weights)
-    return engine

@@ -110,9 +110,8 @@ def sample_policy(evaluation: Evaluation, ranks: Ranks) -> EvaluationFolder:
     folder = folder_of(evaluation)
     folder.check(fingerprint)  # by every process, so that all of them stop
     [finished, *_] = ranks.gather(folder.open(fingerprint, chunks) if ranks.rank == 0 else None)
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    model = model.to(device)  # type: ignore[arg-type]
-    engine = make_engine(config, evaluation.target.policy, model, model.named_parameters(), prompts)
+    engine = make_engine(config, evaluation.target.policy, model, prompts)
+    engine.load_weights(model.named_parameters())
     drawn = sample_chunks(
         engine,
         chunks[finished:],

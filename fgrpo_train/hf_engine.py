@@ -31,11 +31,13 @@ class HFEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the weights, which must be all of the model's parameters by their names.
 
+        Persistent buffers may be among them.
         Raises: ValueError for a name or a shape that the model does not have, or a missing name.
         """
         parameters = dict(self.model.named_parameters())
+        buffers = dict(self.model.named_buffers())
         for name, tensor in weights:
-            own = parameters.pop(name, None)
+            own = parameters.pop(name, buffers.get(name))
             if own is None or own.shape != tensor.shape:
                 expected = "no such parameter" if own is None else tuple(own.shape)
                 raise ValueError(f"{name}: expected {expected}, received {tuple(tensor.shape)}")

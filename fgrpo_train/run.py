@@ -109,14 +109,16 @@ def build_trainer(config: TrainConfig) -> Trainer:
 
     transformers.utils.logging.disable_progress_bar()  # the bars are those of the run's phases
     policy = find_policy(config.policy.path)
-    model, tokenizer = load_policy(policy)
-    learner = Learner(model, config)
+    model, tokenizer = load_policy(policy, config.policy.dtype)
     task = CountdownTask()
     train, held_out = task.train_prompts(tokenizer), task.held_out_prompts(tokenizer)
+    engine = make_engine(config, policy, model, [*train, *held_out])  # before ZeRO shares it out
+    learner = Learner(model, config)
+    engine.load_weights(learner.weights())
     return Trainer(
         config=config,
         learner=learner,
-        engine=make_engine(config, policy, learner.model, learner.weights(), [*train, *held_out]),
+        engine=engine,
         tokenizer=tokenizer,
         verifier=CountdownVerifier(),
         train_prompts=train,

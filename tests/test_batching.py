@@ -1,6 +1,6 @@
 """The training batch: alignment, padding, and the division into mini-batches."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -60,6 +60,7 @@ def test_trimming_removes_the_columns_without_tokens_on_both_sides():
 
 def test_mini_batches_are_whole_groups_in_order_and_lose_nothing():
     batch = small_batch()
+    batch = replace(batch, old_logps=batch.rollout_logps + 1, ref_logps=batch.rollout_logps + 2)
     parts = mini_batches(batch, count=2, group_size=2)
     assert [part.success_rate.tolist() for part in parts] == [[0.5, 0.5], [0.0, 0.0]]
     for f in fields(Batch):
