@@ -180,12 +180,12 @@ def apply_liger_kernels(model: PreTrainedModel) -> None:
         )
     from liger_kernel.transformers import monkey_patch
 
-    known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
-    if model.config.model_type not in known:
+    if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(
             f"policy.liger_kernels: liger-kernel does not know {model.config.model_type} models; "
             "set policy.liger_kernels false"
         )
-    known[model.config.model_type](
+    # The entry that transformers uses too; each model's own function takes what it knows of these.
+    monkey_patch._apply_liger_kernel_to_instance(
         model=model, cross_entropy=False, fused_linear_cross_entropy=False
     )
