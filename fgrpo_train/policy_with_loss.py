@@ -175,7 +175,7 @@ def apply_liger_kernels(model: PreTrainedModel) -> None:
     """
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
-            "policy.liger_kernels needs liger-kernel on a GPU: pip install liger-kernel, or set "
+            "policy.liger_kernels needs liger-kernel on a GPU: pip install 'fgrpo[liger]', or set "
             "policy.liger_kernels false"
         )
     from liger_kernel.transformers import monkey_patch
