@@ -151,8 +151,10 @@ def prepare_policy(model: PreTrainedModel, settings: PolicySettings) -> None:
 
     Raises: ConfigError if this machine or model lacks what a setting asks for.
     """
-    model.to(getattr(torch, settings.dtype))
-    model.config.dtype = getattr(torch, settings.dtype)
+    dtype = getattr(torch, settings.dtype)
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay float32
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     try:
         model.set_attn_implementation(settings.attention)
     except (ImportError, ValueError) as error:

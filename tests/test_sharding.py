@@ -98,8 +98,9 @@ def check_gradient(values: dict, state: State) -> None:
 def test_two_processes_have_the_whole_gradient(name, runs):
     first, second = (runs[f"{name} ({rank})"] for rank in (0, 1))
     check_gradient(CASES[name], first)
-    # Each logps are of its own sequences; whatever else the state holds is one for all.
-    assert all(torch.equal(first[key], second[key]) for key in first.keys() - {"/logps"})
+    # Some are of a process's own sequences; whatever else the state holds is one for all.
+    shared = first.keys() - {"/logps", "/policy moved"}
+    assert all(torch.equal(first[key], second[key]) for key in shared)
 
 
 @pytest.mark.slow
@@ -131,7 +132,7 @@ def test_any_number_of_processes_and_stage_goes_on_from_any(dtype, saved_by, run
     kind = "/fp32" if dtype == "bf16" else ""
     for suffix, bound in (("/exp_avg", 1e-5), ("/exp_avg_sq", 1e-5), (kind, 1e-3)):
         if dtype == "bf16":
-            bound = 0.05  # its gradients differ by 1 % from fp32's
+            bound = 0.1  # two bf16 passes differ by twice what each is off
         missed = [together[f"{n}{suffix}"] - alone[f"{n}{suffix}"] for n in start]
         base = [torch.zeros_like(p) if "exp" in suffix else p.detach() for p in start.values()]
         moved = [alone[f"{n}{suffix}"] - b for n, b in zip(start, base, strict=True)]
@@ -176,6 +177,7 @@ def test_layers_are_computed_again_only_when_asked(recomputed, passes):
     values = BASE | {"policy.activation_checkpointing": recomputed}
     learner = Learner(random_policy()[0], build(values))
     calls = []
-    learner.model.base_model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    # Before: the second pass stops as soon as it has what the backward needs.
+    learner.model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     update(learner, whole_batch())
     assert len(calls) == passes
