@@ -101,7 +101,7 @@ def join_processes() -> Ranks:
 def sample_policy(evaluation: Evaluation, ranks: Ranks) -> EvaluationFolder:
     """Draw what is not in the policy's folder yet, a chunk at a time."""
     config = evaluation.config
-    model, tokenizer = evaluation.target.load()
+    model, tokenizer = evaluation.target.load(config.policy.dtype)
     prompts = CountdownTask().held_out_prompts(tokenizer)[: config.evaluation.max_prompts]
     fingerprint = fingerprint_of(config, prompts, model)
     chunks = plan_chunks(

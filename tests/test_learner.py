@@ -126,7 +126,7 @@ def test_a_gpu_without_liger_or_a_model_that_it_does_not_know_is_told_what_to_do
     prepare_policy(model, settings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install 'fgrpo.liger.', or set policy.liger_kernels"):
+    with pytest.raises(ConfigError, match="pip install 'fgrpo.liger.', or set policy"):
         prepare_policy(model, settings)
     prepare_policy(model, replace(settings, liger_kernels=False))
 

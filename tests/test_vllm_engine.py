@@ -221,7 +221,7 @@ SMALL = [
 
 def read_metrics(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clock = ("seconds", "tokens_per_second")
+    clock = ("seconds", "tokens_per_second", "peak_memory_bytes")
     return [{k: v for k, v in record.items() if k not in clock} for record in records]
 
 
