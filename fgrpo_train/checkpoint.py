@@ -1,6 +1,10 @@
 """Checkpoints on disk: written aside, flushed, then renamed, so that one is either whole or absent.
 
-    runs/<name>/checkpoints/step-000012/   model.safetensors, optimizer.pt, trainer.json
+    runs/<name>/checkpoints/step-000012/   config.json, model.safetensors      for transformers
+                                           optimizer.safetensors, learner.json  to go on
+                                           trainer.json                         of the loop
+
+Large files come in numbered parts. All of it is tensors and JSON: nothing is unpickled.
 
 A process may be killed at any moment: what is on disk is then the state after the last finished
 step, and at most half a folder whose name starts with a dot, which the next save removes.
@@ -19,16 +23,22 @@ KEEP = 2
 
 
 def save_checkpoint(
-    folder: Path, step: int, write_state: Callable[[Path], None], progress: dict[str, Any]
+    folder: Path,
+    step: int,
+    write_state: Callable[[Path | None], None],
+    progress: dict[str, Any] | None,
 ) -> None:
-    """Save the state after `step` steps, and keep the last two.
+    """Save the state after `step` steps, and keep the last two; every process calls it.
 
     Args:
         folder: the run's `checkpoints` folder; made if missing.
         step: number of finished steps.
-        write_state: writes the learner's files into the folder it is given.
-        progress: what the trainer needs besides, as JSON.
+        write_state: writes the learner's files into the folder it is given; None: only take part.
+        progress: what the trainer needs besides, as JSON; None for the processes that do not write.
     """
+    if progress is None:
+        write_state(None)
+        return
     aside = folder / ".aside"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -22,13 +22,10 @@ from fgrpo_train.settings import ConfigError, TrainConfig
 
 PACKAGE = Path(__file__).parent
 _OF_THE_MODEL = "it belongs to the policy's architecture, which this trainer reads as it is"
-_NO_REFERENCE = "this trainer keeps no reference policy, so there is no KL term"
 NOT_A_SETTING = {
     "loss.temperature": "set sampling.temperature, which the loss uses too",
     "loss.logit_scale": _OF_THE_MODEL,
     "loss.logit_softcap": _OF_THE_MODEL,
-    "loss.kl_coef": _NO_REFERENCE,
-    "loss.kl_estimator": _NO_REFERENCE,
 }
 """Fields of PolicyLossConfig that are not settings of a run, and why."""
 
@@ -43,7 +40,12 @@ def setting_names() -> list[str]:
 
 
 def build(values: Mapping[str, Any]) -> TrainConfig:
-    """The config with the given settings, `values` being {"section.key": value or its text}."""
+    """The config with the given settings, `values` being {"section.key": value or its text}.
+
+    With vLLM, whose log-probs are never quite the trainer's, the rollout correction is on.
+    """
+    if values.get("engine.kind") == "vllm":
+        values = {"loss.rollout_correction": "truncate"} | dict(values)
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         if name in NOT_A_SETTING:
@@ -57,11 +59,12 @@ def build(values: Mapping[str, Any]) -> TrainConfig:
 
 def _typed(name: str, annotation: Any, value: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("none", "null"):
-        value = None
+        value = None if type(None) in get_args(annotation) else value
     try:
         return TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"].removeprefix("Input should be ").split(",")[0]
+        problem = error.errors()[0]["msg"].removeprefix("Input should be ")
+        problem = problem.split(", unable to")[0]
         raise ConfigError(f"{name}: expected {problem}, got {value!r}") from None
 
 
@@ -158,23 +161,35 @@ def config_yaml(config: TrainConfig) -> str:
 
 
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """The dict for `deepspeed.initialize`: fp32, AdamW of torch, clipping, no sharding.
+    """The dict for `deepspeed.initialize`: dtype, ZeRO, offload, torch's AdamW, clipping.
 
-    One backward per update. The batch size only labels DeepSpeed's own counters: the loss is
-    already divided by the global denominators, so the learner asks for no scaling.
+    The learner tells the engine which backward is the last of an update. The batch size only labels
+    DeepSpeed's own counters: the loss is already divided by the global denominators, so the learner
+    asks for no scaling. torch's fused AdamW runs on GPUs and, for offloaded states, on CPUs, where
+    DeepSpeed's own would be compiled first.
     """
     optimisation = config.optimisation
-    return {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimisation.max_grad_norm,
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": config.deepspeed.zero_stage},
         "optimizer": {
             "type": "AdamW",
             "params": {
                 "lr": optimisation.learning_rate,
                 "weight_decay": optimisation.weight_decay,
                 "torch_adam": True,
+                "fused": True,
             },
         },
     }
+    if config.policy.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    host = {"device": "cpu", "pin_memory": True}
+    if config.deepspeed.offload != "none":
+        settings["zero_optimization"]["offload_optimizer"] = host
+    if config.deepspeed.offload == "all":
+        settings["zero_optimization"]["offload_param"] = host
+    return settings

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from fgrpo_train.engine_choice import make_engine
 from fgrpo_train.evaluation import (
     EVALUATION_SEED,
     MAX_SEQUENCES_PER_CALL,
@@ -48,7 +49,7 @@ from fgrpo_train.evaluation_target import Evaluation
 from fgrpo_train.prompts import CountdownTask, Prompt
 from fgrpo_train.reporting import progress_bar
 from fgrpo_train.rewards import CountdownVerifier
-from fgrpo_train.rollout import HFEngine, Sampling
+from fgrpo_train.rollout import Sampling
 from fgrpo_train.run_folder import write_whole
 from fgrpo_train.settings import ConfigError, TrainConfig, powers_of_two
 
@@ -100,7 +101,7 @@ def join_processes() -> Ranks:
 def sample_policy(evaluation: Evaluation, ranks: Ranks) -> EvaluationFolder:
     """Draw what is not in the policy's folder yet, a chunk at a time."""
     config = evaluation.config
-    model, tokenizer = evaluation.target.load()
+    model, tokenizer = evaluation.target.load(config.policy.dtype)
     prompts = CountdownTask().held_out_prompts(tokenizer)[: config.evaluation.max_prompts]
     fingerprint = fingerprint_of(config, prompts, model)
     chunks = plan_chunks(
@@ -109,9 +110,10 @@ def sample_policy(evaluation: Evaluation, ranks: Ranks) -> EvaluationFolder:
     folder = folder_of(evaluation)
     folder.check(fingerprint)  # by every process, so that all of them stop
     [finished, *_] = ranks.gather(folder.open(fingerprint, chunks) if ranks.rank == 0 else None)
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    engine = make_engine(config, evaluation.target.policy, model, prompts)
+    engine.load_weights(model.named_parameters())
     drawn = sample_chunks(
-        HFEngine(model.to(device)),  # type: ignore[arg-type]
+        engine,
         chunks[finished:],
         CountdownVerifier(),
         tokenizer,
@@ -134,6 +136,7 @@ def sample_policy(evaluation: Evaluation, ranks: Ranks) -> EvaluationFolder:
             if ranks.rank == 0:
                 folder.append(counts)
                 bar.update(sum(c.samples for c in counts))
+    engine.close()
     return folder
 
 
@@ -150,6 +153,7 @@ def settings_that_count(config: TrainConfig) -> Fingerprint:
         "evaluation.samples": config.evaluation.samples,
         "evaluation.max_prompts": config.evaluation.max_prompts,
         "evaluation seed": EVALUATION_SEED,
+        "engine.kind": config.engine.kind,
         **sampling,
     }
 

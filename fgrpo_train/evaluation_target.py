@@ -49,17 +49,13 @@ class Target:
         """Where its evaluation lies."""
         return (self.run or Path(output_dir)) / "evaluation" / self.name
 
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Model, in the precision that it is trained in, and tokenizer."""
-        import safetensors.torch
+    def load(self, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Model, in the precision that it is trained in (policy.dtype), and tokenizer."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from fgrpo_train.base_policy import load_policy
-
-        model, tokenizer = load_policy(self.policy)
-        model.float()
-        if self.checkpoint:
-            safetensors.torch.load_model(model, str(self.checkpoint / "model.safetensors"))
-        return model, tokenizer
+        weights = self.checkpoint or self.policy
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype)
+        return model, AutoTokenizer.from_pretrained(self.policy)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from fgrpo_train.command_line import Command, ReportCommand, parse_command  # noqa: E402
 from fgrpo_train.config import find_policy  # noqa: E402
+from fgrpo_train.rollout import EngineError  # noqa: E402
 from fgrpo_train.run_folder import RunFolder  # noqa: E402
 from fgrpo_train.settings import ConfigError, TrainConfig  # noqa: E402
 
@@ -44,20 +45,23 @@ def main(argv: list[str]) -> int:
         )
         from fgrpo_train.trainer import train  # after the checks: it takes seconds to import
 
-        train(build_trainer(command.config), folder, started=started)
+        trainer = build_trainer(command.config)
+        try:
+            train(trainer, folder, started=started)
+        finally:
+            trainer.engine.close()
     except ConfigError as error:
         _say(f"run.py: error: {error}")
         return 2
+    except EngineError as error:
+        # Of any process: it is the only one that knows.
+        print(f"\nrun.py: error: {error}\n{_how_to_go_on(folder)}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         if isinstance(command, Command) and command.evaluations:
             _say("\nStopped; finished samples are kept. The same command goes on.")
-        elif folder is None or not folder.path.exists():
-            _say("\nStopped before the run began.")
         else:
-            _say(
-                f"\nStopped; finished steps are saved. Go on with:\n"
-                f"  deepspeed fgrpo_train/run.py --resume {shlex.quote(str(folder.path))}"
-            )
+            _say(f"\n{_how_to_go_on(folder)}")
         return 130
     return 0
 
@@ -83,29 +87,42 @@ def report(command: ReportCommand) -> int:
     return 0
 
 
+def _how_to_go_on(folder: RunFolder | None) -> str:
+    if folder is None or not folder.path.exists():
+        return "Stopped before the run began."
+    return (
+        f"Stopped; finished steps are saved. Go on with:\n"
+        f"  deepspeed fgrpo_train/run.py --resume {shlex.quote(str(folder.path))}"
+    )
+
+
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load the policy, start DeepSpeed, and put the parts of the run together."""
     import transformers
 
     from fgrpo_train.base_policy import load_policy
+    from fgrpo_train.engine_choice import make_engine
     from fgrpo_train.learner import Learner
     from fgrpo_train.prompts import CountdownTask
     from fgrpo_train.rewards import CountdownVerifier
-    from fgrpo_train.rollout import HFEngine
     from fgrpo_train.trainer import Trainer
 
     transformers.utils.logging.disable_progress_bar()  # the bars are those of the run's phases
-    model, tokenizer = load_policy(find_policy(config.policy.path))
-    learner = Learner(model, config)
+    policy = find_policy(config.policy.path)
+    model, tokenizer = load_policy(policy, config.policy.dtype)
     task = CountdownTask()
+    train, held_out = task.train_prompts(tokenizer), task.held_out_prompts(tokenizer)
+    engine = make_engine(config, policy, model, [*train, *held_out])  # before ZeRO shares it out
+    learner = Learner(model, config)
+    engine.load_weights(learner.weights())
     return Trainer(
         config=config,
         learner=learner,
-        engine=HFEngine(learner.model),
+        engine=engine,
         tokenizer=tokenizer,
         verifier=CountdownVerifier(),
-        train_prompts=task.train_prompts(tokenizer),
-        held_out_prompts=task.held_out_prompts(tokenizer),
+        train_prompts=train,
+        held_out_prompts=held_out,
     )
 
 
@@ -123,4 +140,11 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    if exit_code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # All is written and closed. At the interpreter's end a thread of gloo's aborts one process
+        # in ten, and the launcher would call the run a failure.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    sys.exit(exit_code)

@@ -7,6 +7,7 @@ one line that names the fix.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from fgrpo_kernels.config import PolicyLossConfig
 
@@ -22,10 +23,27 @@ def _require(name: str, ok: bool, expected: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """The policy that training starts from."""
+    """The policy that training starts from, and how it is computed."""
 
     path: str = "tiny-countdown"
     """A folder with a transformers model and its tokenizer, or the name of a shipped policy."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations. With bfloat16 the optimizer keeps its own weights in float32."""
+
+    attention: str = "sdpa"
+    """Attention of the model as transformers names it: sdpa, flash_attention_2, eager, ..."""
+
+    packing: bool = False
+    """Lay the sequences of a micro-batch end to end in one row, without padding. Pays off with
+    flash_attention_2; sdpa computes the whole row's square of attention scores."""
+
+    activation_checkpointing: bool = False
+    """Keep one tensor per layer from the forward and compute the rest again in the backward: much
+    less memory, a third more time."""
+
+    liger_kernels: bool = True
+    """On GPUs, Liger's RMSNorm, RoPE and SwiGLU in the model; on CPUs it changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +77,37 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What samples the completions."""
+
+    kind: str = "hf"
+    """hf: transformers, in the training process. vllm: a vLLM process for each training process;
+    the loss then corrects for what its log-probs differ from the trainer's:
+    loss.rollout_correction is truncate unless it is set."""
+
+    placement: str = "colocated"
+    """vllm on GPUs. colocated: on the training process's GPU; the engine sleeps during the update.
+    separate: on a GPU of its own; start half as many processes as there are GPUs."""
+
+    memory_share: float = 0.4
+    """vllm on GPUs: share of the GPU's memory for its weights and key-value cache."""
+
+    enforce_eager: bool = False
+    """vllm on GPUs: no CUDA graphs; it starts faster, needs less memory and samples slower."""
+
+    timeout_seconds: float = 600.0
+    """vllm: without a sign of life for so long, the engine counts as stuck and the run stops."""
+
+    def __post_init__(self) -> None:
+        _require("engine.kind", self.kind in ("hf", "vllm"), "hf or vllm", self.kind)
+        known = self.placement in ("colocated", "separate")
+        _require("engine.placement", known, "colocated or separate", self.placement)
+        share = self.memory_share
+        _require("engine.memory_share", 0 < share <= 1, "> 0 and <= 1", share)
+        _require("engine.timeout_seconds", self.timeout_seconds > 0, "> 0", self.timeout_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimisationSettings:
     """AdamW, run by DeepSpeed."""
 
@@ -78,6 +127,11 @@ class OptimisationSettings:
     """Optimizer updates per step, each on its share of the prompts. The second and later ones
     are off-policy: there the clipping starts to matter."""
 
+    tokens_per_micro_batch: int | None = None
+    """Sequences go through the model together while their tokens, padding included, are at most so
+    many; a longer one goes alone. It bounds memory and leaves the gradient as it is. none: each
+    mini-batch at once."""
+
     def __post_init__(self) -> None:
         _require("optimisation.learning_rate", self.learning_rate > 0, "> 0", self.learning_rate)
         _require(
@@ -86,6 +140,35 @@ class OptimisationSettings:
         _require("optimisation.weight_decay", self.weight_decay >= 0, ">= 0", self.weight_decay)
         _require("optimisation.max_grad_norm", self.max_grad_norm >= 0, ">= 0", self.max_grad_norm)
         _require("optimisation.mini_batches", self.mini_batches >= 1, ">= 1", self.mini_batches)
+        tokens = self.tokens_per_micro_batch
+        _require(
+            "optimisation.tokens_per_micro_batch",
+            tokens is None or tokens >= 1,
+            "none or >= 1",
+            tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSettings:
+    """How the training state is spread over processes and memories."""
+
+    zero_stage: int = 0
+    """ZeRO: each process holds only its part of nothing (0), of the optimizer state (1), of the
+    gradients too (2), of the weights too (3)."""
+
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the host's memory: nothing, the optimizer state (from stage 1 on), or the
+    weights as well (stage 3)."""
+
+    def __post_init__(self) -> None:
+        stage, offload = self.zero_stage, self.offload
+        _require("deepspeed.zero_stage", 0 <= stage <= 3, "0, 1, 2 or 3", stage)
+        needed = {"none": 0, "optimizer": 1, "all": 3}[offload]
+        if stage < needed:
+            raise ConfigError(
+                f"deepspeed.offload {offload} needs deepspeed.zero_stage >= {needed}, got {stage}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +237,9 @@ class TrainConfig:
     policy: PolicySettings = field(default_factory=PolicySettings)
     data: DataSettings = field(default_factory=DataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     optimisation: OptimisationSettings = field(default_factory=OptimisationSettings)
+    deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     run: RunSettings = field(default_factory=RunSettings)
@@ -165,6 +250,11 @@ class TrainConfig:
             raise ConfigError(
                 f"data.prompts_per_step ({prompts}) must be a multiple of "
                 f"optimisation.mini_batches ({parts})"
+            )
+        if self.policy.dtype == "bfloat16" and self.deepspeed.zero_stage == 0:
+            raise ConfigError(
+                "policy.dtype bfloat16 needs deepspeed.zero_stage >= 1, where DeepSpeed keeps the "
+                "weights and sums the gradients in float32"
             )
         # One temperature: a loss at another one than the sampler's would see ratios away from 1.
         loss = replace(self.loss, temperature=self.sampling.temperature)

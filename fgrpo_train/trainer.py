@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,19 @@ from fgrpo_train.batching import Batch, make_batch, mini_batches
 from fgrpo_train.checkpoint import latest_checkpoint, save_checkpoint
 from fgrpo_train.evaluation import EVALUATION_SEED, Ranks, evaluate
 from fgrpo_train.group_metrics import abs_advantage_sum, success_histogram
-from fgrpo_train.learner import Denominators, Learner, Update
+from fgrpo_train.learner import Learner, Update
+from fgrpo_train.policy_with_loss import Denominators
 from fgrpo_train.prompts import Prompt, prompt_batch
-from fgrpo_train.reporting import Reporter, finish, make_summary, progress_bar
+from fgrpo_train.reporting import (
+    Reporter,
+    finish,
+    make_summary,
+    peak_memory_bytes,
+    progress_bar,
+)
 from fgrpo_train.rewards import Verifier, score
 from fgrpo_train.rollout import RolloutEngine, Rollouts, Sampling
+from fgrpo_train.rollout_metrics import RatioSums, effective_sample_share
 from fgrpo_train.run_folder import RunFolder
 from fgrpo_train.sample_completions import sample_completions
 from fgrpo_train.selection import drop_inactive
@@ -89,12 +97,17 @@ class Trainer:
         with clock.phase("advantages"):
             groups = group_advantages(rewards, group_size=self.config.sampling.group_size)
             batch = make_batch(prompts, rollouts, groups, pad_token_id=self.sampling.pad_token_id)
+        with clock.phase("sleep"):
+            self.engine.sleep()
         with clock.phase("update"):
-            updates = self.update(batch.to(self.learner.device))
+            updates = self.update(batch.to(self.learner.device), clock)
+        with clock.phase("wake"):
+            self.engine.wake()
         with clock.phase("sync"):
-            self.engine.load_weights(self.learner.model)
+            self.engine.load_weights(self.learner.weights())
         clock.seconds["total"] = time.perf_counter() - start
-        clock.seconds["loss"] = sum(update.loss_seconds for update in updates)
+        for name in updates[0].seconds:
+            clock.seconds[name] = sum(update.seconds[name] for update in updates)
         record = self.record(step, rewards, rollouts, groups, updates, clock)
         seed = f"{self.config.run.seed}/{step}"
         samples = sample_completions(prompts, rollouts, rewards, groups, self.tokenizer, seed=seed)
@@ -117,7 +130,7 @@ class Trainer:
             prompts, group_size=self.config.sampling.group_size, sampling=self.sampling, seed=seed
         )
 
-    def update(self, batch: Batch) -> list[Update]:
+    def update(self, batch: Batch, clock: Clock) -> list[Update]:
         """One optimizer update for each mini-batch.
 
         The first is on-policy: its old log-probs are its own (None), the ratio is 1. Those of the
@@ -130,10 +143,14 @@ class Trainer:
         )
         denominators = [self.denominators(part) for part in parts]
         parts = [drop_inactive(part, self.config.loss) for part in parts]
-        old_logps = [None, *(self.learner.logps(part) for part in parts[1:])]
+        with clock.phase("old_logps"):
+            parts[1:] = [replace(part, old_logps=self.learner.logps(part)) for part in parts[1:]]
+        with clock.phase("reference"):
+            if self.config.loss.kl_coef > 0:
+                parts = [replace(p, ref_logps=self.learner.reference_logps(p)) for p in parts]
         return [
-            self.learner.update(part, old, counts)
-            for part, old, counts in zip(parts, old_logps, denominators, strict=True)
+            self.learner.update(part, counts)
+            for part, counts in zip(parts, denominators, strict=True)
         ]
 
     def denominators(self, part: Batch) -> Denominators:
@@ -157,11 +174,13 @@ class Trainer:
 
         The metrics of the loss are over the sequences that were trained on, `trained_share` of all.
         """
-        outputs = [update.output for update in updates]
         loss_sums = {
-            name: [o.metric_sums[name] for o in outputs] for name in outputs[0].metric_sums
+            name: [u.metric_sums[name] for u in updates] for name in updates[0].metric_sums
         }
-        ratio_max = max(float(numerator) for numerator, _ in loss_sums.pop("ratio_max"))
+        ratio_max = max(numerator for numerator, _ in loss_sums.pop("ratio_max"))
+        sampler = RatioSums.total([update.sampler_ratio for update in updates])
+        num_tokens = float(sum(u.num_tokens for u in updates))
+        num_columns = float(sum(u.num_columns for u in updates))
         means = {
             "reward": _sum_and_count(rewards[rewards.isfinite()]),
             "success_rate": _sum_and_count(groups.success_rate),
@@ -171,13 +190,20 @@ class Trainer:
             "trained_share": (float(sum(u.num_sequences for u in updates)), float(len(rewards))),
             "grad_norm": (sum(u.grad_norm for u in updates), float(len(updates))),
             "sampler_gap": _total([u.sampler_gap for u in updates]),
+            "sampler_ratio_mean": (sampler.ratio, sampler.tokens),
+            "padding_share": (num_columns - num_tokens, num_columns),
+            "micro_batches": (float(sum(u.num_micro_batches for u in updates)), len(updates)),
         } | {name: _total(pairs) for name, pairs in loss_sums.items()}
         # A process's loss is its part of the global sum, so the processes' losses add up.
         sums = self.learner.sum_over_ranks(
             {
                 "tokens": means["completion_length"][0],
-                "loss": sum(float(o.loss.detach()) for o in outputs),
+                "loss": sum(u.loss for u in updates),
+                "trained_tokens": num_tokens,
                 "abs_advantage": abs_advantage_sum(groups, self.config.loss.focal_gamma),
+                "sampler_tokens": sampler.tokens,
+                "sampler_ratio": sampler.ratio,
+                "sampler_ratio_squared": sampler.ratio_squared,
             }
         )
         histogram = success_histogram(rewards, groups, self.config.sampling.group_size)
@@ -185,9 +211,19 @@ class Trainer:
             "step": step + 1,
             "loss": sums["loss"] / len(updates),
             **self.learner.mean_over_ranks(means),
-            **self.learner.max_over_ranks({"ratio_max": ratio_max}),
             "abs_advantage_sum": sums["abs_advantage"],
             "success_histogram": [int(n) for n in self.learner.sum_over_ranks(histogram).values()],
+            **self.learner.max_over_ranks(
+                {
+                    "ratio_max": ratio_max,
+                    "sampler_ratio_max": sampler.largest,
+                    "peak_memory_bytes": peak_memory_bytes(),
+                }
+            ),
+            "sampler_effective_share": effective_sample_share(
+                sums["sampler_tokens"], sums["sampler_ratio"], sums["sampler_ratio_squared"]
+            ),
+            "trained_tokens": sums["trained_tokens"],
             "learning_rate": updates[-1].learning_rate,
             "tokens_per_second": sums["tokens"] / clock.seconds["total"],
             "seconds": clock.seconds,
@@ -234,7 +270,7 @@ def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
     """Evaluate, take the steps that are left, evaluate, and write the summary.
 
     Every step is saved, so that a stop loses at most the step under way. All processes train and
-    evaluate; the first one writes.
+    evaluate; the first one writes what all of them know.
 
     Args:
         folder: where to write; one that holds a checkpoint is continued.
@@ -259,13 +295,16 @@ def train(trainer: Trainer, folder: RunFolder, *, started: float) -> None:
             if reporter:
                 reporter.step(record)
                 saved["wall_seconds"] = time.monotonic() - started
-                save_checkpoint(folder.checkpoints, step + 1, learner.save, saved)
+            progress = saved if reporter else None
+            save_checkpoint(folder.checkpoints, step + 1, learner.save, progress)
     finally:
         if reporter:
             reporter.close()
     after = trainer.evaluate("held out, after")
     if reporter:
-        learner.model.save_pretrained(folder.policy)
+        folder.policy.mkdir(exist_ok=True)
+    learner.export(folder.policy if reporter else None)
+    if reporter:
         trainer.tokenizer.save_pretrained(folder.policy)
         wall_seconds = time.monotonic() - started
         summary = make_summary(
@@ -290,7 +329,7 @@ def restore(trainer: Trainer, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             f"{folder.path} has finished {finished} steps: --steps {2 * finished} trains it longer"
         )
     trainer.learner.load(state)
-    trainer.engine.load_weights(trainer.learner.model)
+    trainer.engine.load_weights(trainer.learner.weights())
     return finished, saved
 
 

@@ -20,9 +20,10 @@ from fgrpo_train.base_policy import (
     train,
 )
 from fgrpo_train.evaluation import evaluate
+from fgrpo_train.hf_engine import HFEngine
 from fgrpo_train.prompts import CountdownTask, Problem, Prompt
 from fgrpo_train.rewards import CountdownVerifier
-from fgrpo_train.rollout import HFEngine, Sampling
+from fgrpo_train.rollout import Sampling
 
 
 def test_expressions_of_three_numbers():

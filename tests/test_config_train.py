@@ -86,13 +86,19 @@ def test_a_file_may_extend_another(tmp_path):
         (["--steps"], "expected one argument"),
         (["--steps", "many"], "run.steps: expected a valid integer, got 'many'"),
         (["--steps", "0"], "run.steps: expected >= 1, got 0"),
-        (["--steps", "none"], "run.steps: expected a valid integer, got None"),
+        (["--steps", "none"], "run.steps: expected a valid integer, got 'none'"),
         (["--seed", "-1"], "run.seed: expected >= 0, got -1"),
         (["--name", "a/b"], "run.name: expected a folder name without '/', got 'a/b'"),
         (["--loss.clip_eps_low", "1.5"], "loss.clip_eps_low must be in [0, 1), got 1.5"),
         (["--loss.surrogate", "ppo"], "loss.surrogate must be one of ['clip', 'cispo', 'sapo'"),
         (["--loss.temperature", "2"], "loss.temperature is not a setting: set sampling.temp"),
-        (["--loss.kl_coef", "0.1"], "loss.kl_coef is not a setting: this trainer keeps no ref"),
+        (["--policy.dtype", "fp8"], "policy.dtype: expected 'float32' or 'bfloat16', got 'fp8'"),
+        (["--policy.dtype", "bfloat16"], "bfloat16 needs deepspeed.zero_stage >= 1"),
+        (["--deepspeed.zero_stage", "4"], "deepspeed.zero_stage: expected 0, 1, 2 or 3, got 4"),
+        (["--deepspeed.offload=disk"], "expected 'none', 'optimizer' or 'all', got 'disk'"),
+        (["--deepspeed.offload", "optimizer"], "needs deepspeed.zero_stage >= 1, got 0"),
+        (["--deepspeed.offload=all", "--deepspeed.zero_stage=2"], "zero_stage >= 3, got 2"),
+        (["--optimisation.tokens_per_micro_batch", "0"], "expected none or >= 1, got 0"),
         (["--sampling.group_size", "1"], "sampling.group_size: expected >= 2, got 1"),
         (["--data.prompts_per_step", "7"], "(7) must be a multiple of optimisation.mini_batches"),
         (["--config", "nowhere.yaml"], "no config file nowhere.yaml; shipped: tiny-cpu"),
@@ -160,9 +166,24 @@ def test_deepspeed_gets_fp32_torch_adamw_and_no_scaling_of_its_own():
     assert settings["gradient_clipping"] == 0.5
     assert settings["gradient_accumulation_steps"] == 1
     assert settings["optimizer"]["params"] == {
-        "lr": 1e-3, "weight_decay": 0.0, "torch_adam": True,
+        "lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": True,
     }  # fmt: skip
+    assert settings["zero_optimization"] == {"stage": 0}
     assert not {"fp16", "bf16"} & set(settings)
+
+
+def test_deepspeed_gets_bf16_with_fp32_sums_and_the_offloads_of_the_settings():
+    host = {"device": "cpu", "pin_memory": True}
+    values = {"policy.dtype": "bfloat16", "deepspeed.zero_stage": 3}
+    for offload, moved in {
+        "none": {},
+        "optimizer": {"offload_optimizer": host},
+        "all": {"offload_optimizer": host, "offload_param": host},
+    }.items():
+        settings = deepspeed_config(build(values | {"deepspeed.offload": offload}))
+        assert settings["bf16"] == {"enabled": True}
+        assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert settings["zero_optimization"] == {"stage": 3} | moved
 
 
 def test_pass_at_k_is_asked_for_at_the_powers_of_two():

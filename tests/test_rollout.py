@@ -7,8 +7,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fgrpo_train.base_policy import TINY_COUNTDOWN, load_policy
+from fgrpo_train.hf_engine import HFEngine
 from fgrpo_train.prompts import CountdownTask, Prompt
-from fgrpo_train.rollout import HFEngine, Sampling, completion_mask_from_ids
+from fgrpo_train.rollout import Sampling, completion_mask_from_ids
 
 EOS, PAD = 1, 0
 
@@ -226,7 +227,7 @@ def test_weights_change_only_when_they_are_loaded(policy, prompts):
             )
     assert generate().logps.equal(before.logps), "training the original must not reach the engine"
     for _ in range(2):  # a second load must not bring anything older back
-        engine.load_weights(model)
+        engine.load_weights(model.named_parameters())
         after = generate()
         assert not torch.equal(after.logps, before.logps)
         expected = full_forward_logps(model, prompts, after)
@@ -235,8 +236,15 @@ def test_weights_change_only_when_they_are_loaded(policy, prompts):
 
 
 def test_weights_of_another_model_are_refused(policy):
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        HFEngine(policy).load_weights(random_model(torch.float32))
+    weights = dict(policy.named_parameters())
+    name = "model.norm.weight"
+    for wrong, message in (
+        (random_model(torch.float32).named_parameters(), r"embed_tokens.*expected \(19, 64\)"),
+        ({"other": weights[name]}.items(), "other: expected no such parameter"),
+        ({n: w for n, w in weights.items() if n != name}.items(), rf"none for \['{name}'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HFEngine(policy).load_weights(wrong)
 
 
 def test_a_model_with_dropout_samples_without_it(prompts):

@@ -45,7 +45,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 def numbers(folder: Path) -> list[dict]:
     """The records without what a clock says."""
-    clock = ("seconds", "tokens_per_second")
+    clock = ("seconds", "tokens_per_second", "peak_memory_bytes")
     return [{k: v for k, v in r.items() if k not in clock} for r in read_metrics(folder)]
 
 

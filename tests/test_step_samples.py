@@ -9,9 +9,9 @@ from train_parts import random_policy, sampling_of
 from fgrpo_kernels import group_advantages
 from fgrpo_train.config import build
 from fgrpo_train.group_metrics import abs_advantage_sum, success_histogram
+from fgrpo_train.hf_engine import HFEngine
 from fgrpo_train.prompts import CountdownTask
 from fgrpo_train.rewards import completion_texts
-from fgrpo_train.rollout import HFEngine
 from fgrpo_train.run import build_trainer
 from fgrpo_train.sample_completions import SAMPLES_PER_STEP, sample_completions, shorten
 

@@ -109,10 +109,12 @@ def test_the_record_of_a_step_is_what_its_parts_say():
     # The mini-batches' own learning rates are 1/5 and 2/5 of the full one.
     assert record["learning_rate"] == pytest.approx(5e-4 * 2 / 5)
     assert record["sampler_gap"] < 1e-5
+    for name in ("sampler_ratio_mean", "sampler_ratio_max", "sampler_effective_share"):
+        assert record[name] == pytest.approx(1.0, abs=1e-4)
     # The first update is on-policy and changes little before the second one.
     assert record["ratio_mean"] == pytest.approx(1.0, abs=0.05)
     seconds = record["seconds"]
-    phases = ("rollout", "rewards", "advantages", "update", "sync")
+    phases = ("rollout", "rewards", "advantages", "sleep", "update", "wake", "sync")
     assert sum(seconds[phase] for phase in phases) == pytest.approx(seconds["total"], rel=0.05)
     assert 0 < seconds["loss"] < seconds["update"]
     assert record["tokens_per_second"] == pytest.approx(float(lengths.sum()) / seconds["total"])

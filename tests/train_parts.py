@@ -6,8 +6,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fgrpo_kernels import group_advantages
 from fgrpo_train.base_policy import make_model, make_tokenizer
 from fgrpo_train.batching import Batch, make_batch
+from fgrpo_train.hf_engine import HFEngine
 from fgrpo_train.prompts import CountdownTask, prompt_batch
-from fgrpo_train.rollout import HFEngine, Sampling
+from fgrpo_train.rollout import RolloutEngine, Sampling
 
 
 def random_policy(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -38,12 +39,16 @@ def sampled_batch(
     num_correct: list[int],
     group_size: int = 4,
     temperature: float = 1.0,
+    engine: RolloutEngine | None = None,
 ) -> Batch:
-    """Completions of one prompt per entry of `num_correct`, of which so many count as correct."""
+    """Completions of one prompt per entry of `num_correct`, of which so many count as correct.
+
+    They come from `engine`, or from transformers with the weights of `model`.
+    """
     prompts = prompt_batch(
         CountdownTask().train_prompts(tokenizer), step=0, batch_size=len(num_correct), seed=0
     )
-    rollouts = HFEngine(model).generate(
+    rollouts = (engine or HFEngine(model)).generate(
         prompts, group_size=group_size, sampling=sampling_of(tokenizer, temperature), seed=3
     )
     members = torch.arange(group_size)
