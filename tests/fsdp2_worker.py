@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from worker_end import end_of_work
 
 from fgrpo_kernels import FocalPolicyLoss, PolicyLossConfig, focal_policy_loss
 from fgrpo_kernels.testing import make_inputs
@@ -107,3 +108,4 @@ if __name__ == "__main__":
                 worst = worst_error(make, dtype)
                 if dist.get_rank() == 0:
                     print(f"result: {name} {kind} {dtype}: {worst:.3f}", flush=True)
+    end_of_work()

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from train_parts import random_policy, sampled_batch
+from worker_end import end_of_work
 
 from fgrpo_train.batching import Batch
 from fgrpo_train.config import build
@@ -134,5 +135,4 @@ def made(folder: Path) -> Path:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    torch.distributed.barrier()
-    os._exit(0)  # at the interpreter's end a thread of gloo's aborts one process in ten
+    end_of_work()

@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import torch.distributed as dist
 from loss_cases import poisoned_memory
+from worker_end import end_of_work
 
 from fgrpo_kernels import FocalPolicyLoss, PolicyLossConfig, focal_policy_loss, token_logps
 from fgrpo_kernels.testing import make_inputs
@@ -228,3 +229,4 @@ if __name__ == "__main__":
     if rank == 0:
         print(f"hidden reduced: {count}; sizes gathered: {gathers}", flush=True)
         print(f"module: {module:.3e}", f"bfloat16: {narrow:.3e}", sep="\n", flush=True)
+    end_of_work()
